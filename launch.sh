@@ -22,7 +22,7 @@ usage: $USPFT_PROGRAM RECIPE.yaml [key.path=value ...]        train
   verify     the recipe's first steps under every legal layout, beside one process
              (--steps N; --inject order|mask|scale|label must be caught; --all)
   plan       seconds of a step by part, beside other layouts of the same ranks, predicted
-             (--ranks N; --hardware NAME)
+             (--ranks N; --hardware NAME; --take N -o FILE writes one as a recipe)
   export     checkpoint -> Hugging Face folder
   chat       talks to the model of an output folder, in the template it was trained in
   report     output folders -> one HTML page: what they did, beside what was predicted
@@ -31,6 +31,7 @@ usage: $USPFT_PROGRAM RECIPE.yaml [key.path=value ...]        train
   recipes    the shipped recipes; recipes NAME [FILE] copies one
   convert    configuration of MindSpore Transformers, axolotl and others -> recipe
              (-o FILE; --ranks N; --from TOOL)
+$USPFT_PROGRAM VERB --help says every option of a verb
 
 environment: USPFT_PYTHON=/path/to/python   use that environment, install nothing
              USPFT_TORCH=cpu (or cu130, cu129)   install that build of torch, whatever GPU is here

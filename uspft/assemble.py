@@ -9,28 +9,24 @@ import torch
 
 from uspft.checkpoint.folder import Checkpoint
 from uspft.checkpoint.save import load_state
-from uspft.checkpoint.weights import WeightsOf, carry_corrections, weights_of
+from uspft.checkpoint.weights import WeightsOf, weights_of
 from uspft.comm import said_by_all
 from uspft.data.rows.loader import EvalSet, Orders, RowLoader, evaluation_sets
-from uspft.engine.deepspeed_config import most_passes
 from uspft.engine.pipelined import pipelined
 from uspft.engine.step import Engine, LossModule
 from uspft.engine.zero import ZeroEngine, partitioner
 from uspft.job import Job
-from uspft.layout import settled_layout
 from uspft.mesh import Groups
 from uspft.model.build import choose_trained, empty_model
 from uspft.model.causal import CausalModel
 from uspft.model.hf_config import heads_of_layers, model_config, shared_window, softcap_of
 from uspft.model.linear import believe_linear_layers
-from uspft.model.parallelise import divide_matrices, save_memory, shards_under
-from uspft.model.tile_sizes import tile_tokens
+from uspft.model.parallel import shards_under
+from uspft.model.parallelise import divide_matrices, save_memory
 from uspft.objective import TrainedModel, make_objective
 from uspft.parameters.fill import fill
 from uspft.parameters.names import shapes_of
 from uspft.parameters.shards import Holders
-from uspft.planner.options import schedule_of
-from uspft.planner.stages import cut_of
 from uspft.switching.deal.dealing import training_loader
 from uspft.switching.move.moving import MovingEngine
 from uspft.world import World, live_worlds
@@ -79,17 +75,14 @@ def assemble(
     orders: the cache of token orders; None: one in this process. Raises RunFailed where another
     rank has another job.
     """
-    job.require_same(said_by_all(f"{job.fingerprint():x}"))
+    job.require_same(said_by_all)
     recipe = job.here
     moves = recipe.parallel_config.switching == "move"
 
     # Layouts: process groups, the algorithms that split rows and matrices, stages, the kernel.
     config = model_config(recipe.model, recipe.data.sequence_length)
     attention = heads_of_layers(config), shared_window(config), softcap_of(config)
-    parallel, layout = recipe.parallel_config, settled_layout(recipe.parallel_config)
-    order = schedule_of(parallel)
-    cut = cut_of(parallel, layout, job.chunk_prices)  # None: rows are not split into chunks
-    worlds, refused = live_worlds(recipe, *attention, device, groups, cut)
+    worlds, refused = live_worlds(recipe, *attention, device, groups, job.chunk_prices)
     world = worlds[-1]  # of the longest rows
     by_degree = sorted(worlds, key=lambda one: one.layout.stored_as)
     under = by_degree if moves else by_degree[:1]  # weights are stored in each of these layouts
@@ -104,38 +97,34 @@ def assemble(
     # The model, with this rank's parts of its parameters.
     dtype = getattr(torch, recipe.model.dtype)
     model = empty_model(config, dtype, device)  # with the hook by which attention is split
-    believe_linear_layers(model, dtype, device)
     choose_trained(model, recipe.model, recipe.seed)
-    shards = [
-        shards_under(model, one, tensor_of_rows=most, stages=one.stages, moves=moves)
-        for one in under
-    ]
+    believe_linear_layers(model, dtype, device)
+    shards = [shards_under(model, one, tensor_of_rows=most, moves=moves) for one in under]
     holders = Holders.of(shards[-1], world.mesh.rank, groups, shapes_of(model))
     source = weights(recipe.model, recipe.seed, model, checkpoint)
     fill(model, dtype, source, holders, None if moves else partitioner(recipe, holders))
-    carry_corrections(source, model)
     divide_matrices(model, worlds, holders, moves=moves)  # tensor parallelism
     model.train()
     recompute, offload = save_memory(model, recipe.memory, world.stages)
 
     # What is trained: embedding, layers and head, and the objective that calls them.
-    tile, stored = tile_tokens(recipe.memory.loss_tile_tokens, config.vocab_size), under[-1].layout
-    parts = CausalModel(model, tile, None if moves else stored, recompute, offload=offload)
+    tile, stored = recipe.memory.loss_tile_tokens, None if moves else under[-1].layout
+    whole = None if tile == "none" else int(tile)
+    parts = CausalModel(model, whole, stored, recompute, offload=offload)
     objective = make_objective(recipe.training.objective, config)
     engine: Engine
     module: LossModule = TrainedModel(parts, objective)
     staged = {}  # by the number of stages: this rank's stages as one module, and their pipeline
     for one in under:
-        if (here := one.stages) and one.layout.pipeline not in staged:
+        if one.stages and one.layout.pipeline not in staged:
             tied = None if moves else holders
-            made = pipelined(parts, objective, here, one.mesh, order, groups, device, tied)
-            staged[one.layout.pipeline] = made
+            staged[one.layout.pipeline] = pipelined(parts, objective, one, groups, tied)
     if moves:
-        hosts = [groups.host_of(rank) for rank in range(layout.ranks)]
+        hosts = [groups.host_of(rank) for rank in range(world.layout.ranks)]
         engine = MovingEngine(module, recipe, holders, shards, device, staged=staged, hosts=hosts)
     else:
-        passes = most_passes(recipe, world.layout)
         module, pipeline = staged.get(world.layout.pipeline, (module, None))
+        passes = loader.passes
         engine = ZeroEngine(module, recipe, holders, device, passes=passes, pipeline=pipeline)
     if checkpoint:
         load_state(engine, checkpoint, loader.empty())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -32,6 +32,9 @@ LOCAL = (
 
 Differences in their contents show in the corpus and the weights.
 """
+
+SHOWN = 3
+"""How many differences between hosts are named."""
 
 
 def placed(recipe: Recipe, places: Mapping[str, str]) -> Recipe:
@@ -131,34 +134,53 @@ class Job:
         assert self.recipe.output_dir is not None
         return self.recipe.output_dir
 
-    def fingerprint(self) -> int:
-        """Return 48 bits of a hash of what all ranks must have in common.
+    def shared(self) -> dict[str, Any]:
+        """Return by name what all ranks must have in common: recipe, data, steps and versions.
 
-        Paths do not count, since they may differ between hosts.
+        Paths are left out, since they may differ between hosts. Values have the types of JSON.
         """
         tree = as_tree(self.recipe)
         for block, key in LOCAL:
             tree[block].pop(key)
         tree.pop("output_dir")
-        resumed = self.resume_from and self.resume_from.name
-        data = [self.corpus.name, *(folder.name for folder in self.evaluation.values())]
+        found: dict[str, Any] = {}
+        for block, value in tree.items():
+            inside = value.items() if isinstance(value, dict) else [("", value)]
+            found |= {f"{block}.{key}".rstrip("."): one for key, one in inside}
+        found["the data's tokens"] = self.corpus.name
+        found["the evaluation data's tokens"] = [one.name for one in self.evaluation.values()]
+        found["the number of steps"] = self.steps
+        found["the checkpoint to resume"] = self.resume_from and self.resume_from.name
         # Other versions could pack rows or assign tokens differently.
-        versions = [__version__, version("numpy")]
-        whole = json.dumps([tree, data, self.steps, resumed, versions], default=str)
+        found |= {"uspft's version": __version__, "numpy's version": version("numpy")}
+        found = json.loads(json.dumps(found, default=str))
+        return found
+
+    def fingerprint(self) -> int:
+        """Return 48 bits of a hash of what all ranks must have in common."""
+        whole = json.dumps(self.shared())
         return int.from_bytes(hashlib.blake2b(whole.encode(), digest_size=6).digest(), "little")
 
-    def require_same(self, fingerprints: Sequence[str]) -> None:
-        """Check that every rank has the same job.
+    def require_same(self, said_by_all: Callable[[str], Sequence[str]]) -> None:
+        """Check that every rank has the same job; collective.
 
-        fingerprints: of each rank, in hexadecimal. Raises RunFailed: hosts may differ in files,
-        overrides or versions.
+        said_by_all: returns the message of each rank, in rank order. Raises RunFailed with what
+        differs: hosts may differ in files, overrides or versions.
         """
-        if len(set(fingerprints)) > 1:
-            raise RunFailed(
-                f"this host and another run different things (here {self.fingerprint():x}): "
-                f"recipe, overrides, data ({self.corpus.name}), steps ({self.steps}) or "
-                f"checkpoint ({self.resume_from}) differ"
-            )
+        if len(set(said_by_all(f"{self.fingerprint():x}"))) == 1:
+            return
+        own, differ = self.shared(), []
+        every = [json.loads(text) for text in said_by_all(json.dumps(own))]
+        for key, value in own.items():
+            ranks = (rank for rank, one in enumerate(every) if one.get(key) != value)
+            if (rank := next(ranks, None)) is not None:
+                here, there = json.dumps(value), json.dumps(every[rank].get(key))
+                differ.append(f"{key} is {here} here and {there} on rank {rank}")
+        told = "; ".join(differ[:SHOWN])
+        if len(differ) > SHOWN:
+            told += f"; and {len(differ) - SHOWN} more"
+        remedy = "start every host with the same recipe, overrides, data and versions"
+        raise RunFailed(f"hosts run different things: {told}; {remedy}")
 
     def write(self, folder: Path) -> None:
         """Write the job to a folder from which this host's ranks read it; they may run in another

@@ -185,16 +185,6 @@ class Layout:
         return f"{as_processes(self.ranks)}, {shared}{stages}, {replicas}"
 
 
-def ring_ranks_of_a_host(processes: int, layout: Layout) -> int | None:
-    """Return how many neighbouring ring ranks run on one host with this many processes.
-
-    None if that is one or all of them, or if hosts would have unequal numbers.
-    """
-    here, left = divmod(processes, layout.mesh_columns * layout.ulysses)
-    divides = not left and 1 < here < layout.ring and layout.ring % here == 0
-    return here if divides else None
-
-
 def context_degrees(parallel: Degrees) -> tuple[int, int]:
     """Return the (Ulysses, ring) degrees of a `parallel_config` that names its algorithm.
 

@@ -19,13 +19,14 @@ from uspft.config.strategies import layouts_of
 from uspft.kernels import Kernel, Qkv, believed_kernel
 from uspft.layout import Layout, settled_layout
 from uspft.mesh import Groups, Mesh, make_mesh
-from uspft.pipeline.stages import Stages, stages_of
+from uspft.pipeline.schedules import PLAIN, Schedule
+from uspft.pipeline.stages import Stages, schedule_of, stages_of
 from uspft.segments import Segments
-from uspft.sequence import Algorithm, Heads, Inside, Rule, Share, Split, of_recipe
+from uspft.sequence import Algorithm, Heads, Inside, Rule, Share, Split, cut_of, of_recipe
 from uspft.sequence.chunk_states import convolve_chunk, mix_over_chunks
 from uspft.sequence.chunked import Chunked, ChunkShare
 from uspft.sequence.mixing import Convolution, convolve, mix
-from uspft.sequence.rows.heads import key_groups, split_heads
+from uspft.sequence.rows.heads import head_shapes
 from uspft.sequence.rows.share import Order
 from uspft.sequence.states import Mixed, StateRule
 from uspft.sequence.ulysses import attend_over_heads
@@ -33,7 +34,7 @@ from uspft.tensor import TensorAlgorithm, tensor_algorithm
 
 if TYPE_CHECKING:
     from uspft.config import Recipe
-    from uspft.sequence.chunked import Cut
+    from uspft.job import ChunkPrices
     from uspft.sequence.kept_keys import LayerKeys, LayerStates
 
 
@@ -48,11 +49,16 @@ class World:
     tensor: TensorAlgorithm
     """The algorithm that splits matrices over tensor ranks."""
     kernel: Kernel
-    books: Books
-    """The counters of what this layout's transfers send."""
     device: torch.device
     stages: Stages | None = None
     """The layers of each pipeline stage; None: there is one stage."""
+    schedule: Schedule = PLAIN
+    """How the ranks of its pipeline work."""
+
+    @property
+    def books(self) -> Books:
+        """The counters of what this layout's transfers send."""
+        return self.mesh.context.books
 
     @property
     def layout(self) -> Layout:
@@ -115,10 +121,8 @@ class World:
         earlier: LayerStates | None = None,
     ) -> Tensor:
         """Return a recurrent layer's output [T, H, V] for this rank's tokens, differentiable.
-
         inside: as in Split. earlier: the states that chunks pass on in this layer, if the share is
-        of a chunk.
-        """
+        of a chunk."""
         if earlier is not None:
             assert isinstance(share, ChunkShare) and self.mesh.context.size == 1
             return mix_over_chunks(x, share, rule, earlier)
@@ -132,10 +136,8 @@ class World:
         convolution: Convolution,
         earlier: LayerStates | None = None,
     ) -> Tensor:
-        """Return a causal convolution [1, C, T] of this rank's tokens, differentiable.
-
-        earlier: as in `mix`.
-        """
+        """Return a causal convolution [1, C, T] of this rank's tokens, differentiable. earlier: as
+        in `mix`."""
         if earlier is not None:
             assert isinstance(share, ChunkShare) and self.mesh.context.size == 1
             return convolve_chunk(x, share, taps, convolution, earlier)
@@ -149,13 +151,15 @@ def live_worlds(
     softcap: float | None,
     device: torch.device,
     groups: Groups,
-    cut: Cut | None = None,
+    prices: ChunkPrices | None = None,
 ) -> tuple[list[World], list[str]]:
     """Create the world of each of a recipe's strategies, or the only one; collective.
 
     heads: those of the model's layers. window: the sliding window that all its layers have, if any.
-    softcap: the bound of its attention scores, if any. cut: how rows are cut into chunks, if they
-    are. Returns the worlds with a line for each attention kernel that was tried first and failed.
+    softcap: the bound of its attention scores, if any. prices: by which rows are cut into chunks
+    that take equal time. Every rank tests kernels on the heads of all ranks' attention calls, so
+    that all choose the same. Returns the worlds, that of the longest rows last, with a line for
+    each attention kernel that was tried first and failed.
     """
     every = [(one, settled_layout(one.parallel_config)) for one in layouts_of(recipe)]
     wish, dtype = recipe.model.attention, getattr(torch, recipe.model.dtype)
@@ -165,42 +169,18 @@ def live_worlds(
     kernel, refused = believed_kernel(wish, shapes, dtype, device, softcap, said_by_all=said_by_all)
     worlds = []
     for one, layout in every:
-        row = row_of(one.parallel_config.context_parallel_algo, layout.context)
-        tensor = tensor_algorithm(one.parallel_config, layout)
-        algorithm = of_recipe(one, layout, window)
-        named = row, Chunked(algorithm, cut) if cut else algorithm, tensor
-        worlds.append(make_world(layout, named, kernel, device, groups, stages_of(one)))
+        parallel = one.parallel_config
+        row = row_of(parallel.context_parallel_algo, layout.context)
+        cut, algorithm = cut_of(parallel, layout, prices), of_recipe(one, layout, window)
+        world = World(
+            make_mesh(layout, groups, Books()),
+            row,
+            Chunked(algorithm, cut) if cut else algorithm,
+            tensor_algorithm(parallel, layout),
+            kernel,
+            device,
+            stages_of(one),
+            schedule_of(parallel),
+        )
+        worlds.append(world)
     return worlds, refused
-
-
-def head_shapes(heads: Heads, layout: Layout, at_once: int | None = None) -> list[Heads]:
-    """Return the heads of the attention calls that ranks make, each combination once.
-
-    heads: the model's. at_once: query heads of a KV head in one call; None: all. Every rank tests
-    kernels on all combinations, so that all ranks choose the same kernel.
-    """
-    query, kv, dim = heads.on(layout.mesh_columns)
-    if at_once:
-        groups = key_groups(query, kv, layout.ulysses, min(at_once, query // kv))
-        turns = (one.widths(turn) for one in groups for turn in range(len(one.queries)))
-        return [Heads(width, 1, dim) for width in sorted({*chain(*turns)} - {0})]
-    calls = split_heads(query, kv, layout.ulysses).calls(query // kv)
-    return [Heads(query, kv, dim) for query, kv in sorted(calls)]
-
-
-def make_world(
-    layout: Layout,
-    named: tuple[AlgorithmRow, Algorithm, TensorAlgorithm],
-    kernel: Kernel,
-    device: torch.device,
-    groups: Groups,
-    stages: Stages | None = None,
-) -> World:
-    """Create the world of a layout; collective over the default group, in the same order on every
-    rank.
-
-    named: the sequence-parallel algorithm's table row, that algorithm, and the tensor-parallel one.
-    stages: the layers of each, if there are several.
-    """
-    books = Books()
-    return World(make_mesh(layout, groups, books), *named, kernel, books, device, stages)

@@ -23,9 +23,9 @@ from benchmarks.card.cases import Case
 from uspft.checkpoint.weights import weights_of
 from uspft.commands.rank import ranks_environment
 from uspft.config import ModelBlock, Recipe
-from uspft.parameters.part import Part
 from uspft.parameters.source import Weights
 from uspft.prepare.examine import examine
+from uspft.tensor.parts import Part
 
 RATE = 1e-5
 MINUTES = 5.0

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from benchmarks.memory.livebytes import LiveBytes
 from benchmarks.memory.measured import Counted, counting_of, measure, one_of
 from uspft.batch import Batch
+from uspft.comm import Books
 from uspft.config import ParallelBlock
 from uspft.config.algorithms import CAUSAL, row_of
 from uspft.config.inputs import ModelBlock
@@ -30,19 +31,20 @@ from uspft.engine.pipelined import Pipeline
 from uspft.kernels import Kernel
 from uspft.kernels.varlen import Varlen, VarlenKernel
 from uspft.layout import Layout
-from uspft.mesh import Groups
+from uspft.mesh import Groups, make_mesh
 from uspft.model import linear
 from uspft.model.build import choose_trained, hold_corrections
 from uspft.model.causal import CausalModel
 from uspft.model.hf_config import layer_windows, softcap_of
 from uspft.model.linear import bind_linear_layers
 from uspft.model.offload import Copies
-from uspft.model.parallelise import divide_matrices, save_memory, shards_under
-from uspft.model.staged import StagedModel, stage_of
+from uspft.model.parallel import shards_under
+from uspft.model.parallelise import divide_matrices, save_memory
+from uspft.model.staged import StagedModel
 from uspft.model.tile_sizes import tile_tokens
 from uspft.model.tiles import TiledCall
 from uspft.objective import TrainedModel, make_objective
-from uspft.parameters.names import places, shapes_of
+from uspft.parameters.names import places, shapes_of, stage_of
 from uspft.parameters.shards import Holders
 from uspft.pipeline.schedules import Schedule
 from uspft.pipeline.stages import Stages
@@ -51,7 +53,7 @@ from uspft.sequence import Share, make_algorithm
 from uspft.sequence.chunked import Chunked, Cut
 from uspft.sequence.states import Mixed
 from uspft.tensor import tensor_algorithm
-from uspft.world import World, make_world
+from uspft.world import World
 
 ALL_TILES = TiledCall.spans
 CONFIG = Path("config.json")
@@ -239,7 +241,7 @@ def world_of(
     block = ParallelBlock(model_parallel=layout.tensor, **(parallel or {}))
     made = make_algorithm(row, layout.ulysses, layout.ring, keep=False, **options)
     named = row, made, tensor_algorithm(block, layout)
-    return make_world(layout, named, kernel, device, groups or Groups())
+    return World(make_mesh(layout, groups or Groups(), Books()), *named, kernel, device)
 
 
 def count_here(
@@ -329,7 +331,7 @@ def module_of(
     held = Layout()
     if world and groups:
         held = world.layout
-        shards = shards_under(model, world, tensor_of_rows=1, stages=stages)
+        shards = shards_under(model, replace(world, stages=stages))
         holders = Holders.of(shards, world.mesh.rank, groups, shapes_of(model))
         _split(model, world, holders)
     recompute, offload = save_memory(model, memory, stages)

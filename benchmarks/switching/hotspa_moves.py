@@ -18,8 +18,8 @@ from math import prod
 from typing import Any, NamedTuple
 
 from uspft.comm import Group
-from uspft.parameters.part import Box, Part
 from uspft.switching.move.switch import Delivery, Spot, Stock, Switch, starts
+from uspft.tensor.parts import Box, Part
 
 Lot = Sequence[Part]
 """What a rank has of a parameter: parts that share nothing, one after another in memory."""

@@ -307,7 +307,7 @@ def test_a_run_that_was_lost_after_its_last_step_says_that_it_started_again(
     place = Invocation("train", cache=cache, losses=losses)
     words = ["training.steps=1", "export.huggingface=false"]
     assert train(ground.path, words, place) == 0 and not ground.started
-    assert f"all 1 steps are done: checkpoint {folder}" in capsys.readouterr().out
+    assert f"the only step is done: checkpoint {folder}" in capsys.readouterr().out
     told = {"restart": 1, "after_step": 1, "why": "rank 1 was killed"}
     for file in (metrics, metrics.with_name("incidents.jsonl")):
         assert [one for one in map(json.loads, file.open()) if "restart" in one] == [told]

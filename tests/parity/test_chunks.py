@@ -20,12 +20,13 @@ from tests.support.held_rows import Found, Rows, apart, batches_of, loaded, plai
 from tests.support.models import make_model
 from tests.support.pairwise import pairwise
 from uspft.batch import Batch
+from uspft.comm import Books
 from uspft.config.algorithms import WHOLE
 from uspft.config.recipe import MemoryBlock
 from uspft.engine.pipelined import KeysUnderWay
 from uspft.kernels.torch_cpu import TorchCpu
 from uspft.layout import Layout
-from uspft.mesh import Groups
+from uspft.mesh import Groups, make_mesh
 from uspft.model.attention import NAME
 from uspft.model.causal import CausalModel
 from uspft.model.linear import bind_linear_layers
@@ -39,7 +40,7 @@ from uspft.sequence import make_algorithm
 from uspft.sequence.chunked import Chunked, Cut
 from uspft.sequence.kept_keys import KeptKeys, LayerKeys
 from uspft.tensor.megatron import Megatron
-from uspft.world import World, make_world
+from uspft.world import World
 
 LAYERS, EXACT = 8, 1e-10
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -83,7 +84,7 @@ def world_of(cut: Cut | None) -> World:
     whole = make_algorithm(WHOLE, 1, 1, keep=False)
     algorithm = Chunked(whole, cut) if cut else whole
     named = WHOLE, algorithm, Megatron(1, splits_tokens=False)
-    return make_world(Layout(), named, TorchCpu(), torch.device("cpu"), Groups())
+    return World(make_mesh(Layout(), Groups(), Books()), *named, TorchCpu(), torch.device("cpu"))
 
 
 def staged(

@@ -20,16 +20,19 @@ from tests.support.models import make_model
 from tests.support.ranks import spawn
 from tests.support.runs import GROUPS
 from uspft.checkpoint.weights import weights_of
+from uspft.comm import Books
 from uspft.config.algorithms import WHOLE
 from uspft.config.inputs import ModelBlock
 from uspft.config.recipe import MemoryBlock
 from uspft.kernels.torch_cpu import TorchCpu
 from uspft.layout import Layout
+from uspft.mesh import make_mesh
 from uspft.model.build import choose_trained, empty_model
 from uspft.model.causal import CausalModel
 from uspft.model.copies import LayerInCopies
 from uspft.model.divided import PartLinear
-from uspft.model.parallelise import divide_matrices, save_memory, shards_under
+from uspft.model.parallel import shards_under
+from uspft.model.parallelise import divide_matrices, save_memory
 from uspft.objective.causal import Causal
 from uspft.parameters.fill import fill
 from uspft.parameters.names import shapes_of
@@ -37,7 +40,7 @@ from uspft.parameters.shards import Holders
 from uspft.sequence import make_algorithm
 from uspft.tensor.interleaved import Crossing, GradientSum
 from uspft.tensor.megatron import Megatron
-from uspft.world import make_world
+from uspft.world import World
 
 EXACT, TENSOR = 1e-12, 2
 LORA = ModelBlock(adapter={"type": "lora", "rank": 3, "alpha": 6.0, "dropout": 0.3})
@@ -84,7 +87,9 @@ def _step(
     if lora:
         choose_trained(model, LORA, 0)
     named = WHOLE, make_algorithm(WHOLE, 1, 1), Megatron(TENSOR, tokens, copies)
-    world = make_world(Layout(TENSOR), named, TorchCpu(), torch.device("cpu"), GROUPS)
+    world = World(
+        make_mesh(Layout(TENSOR), GROUPS, Books()), *named, TorchCpu(), torch.device("cpu")
+    )
     shards = shards_under(model, world, tensor_of_rows=1)
     holders = Holders.of(shards, dist.get_rank(), GROUPS, shapes_of(model))
     block = LORA if lora else ModelBlock()

@@ -25,8 +25,8 @@ from uspft.layout import Layout
 from uspft.mesh import Groups, make_mesh
 from uspft.parameters import counting
 from uspft.parameters.fill import generator
-from uspft.parameters.part import Part
 from uspft.parameters.shards import Holders
+from uspft.tensor.parts import Part
 
 ROW, ROWS = 24, 4
 RING = {"context_parallel_algo": "ring_cp"}
@@ -125,7 +125,7 @@ def said(holders: Holders, name: str, gradient: Tensor, rows: Layout, *, tokens:
     held = holders.shards
     times = counting.times(held, name, rows.tensor, splits_tokens=tokens)
     divisor = counting.divisor(held, name, rows.tensor, splits_tokens=tokens)
-    group, same = counting.summed_over(holders, name), holders.replicas(name).size
+    group, same = counting.summed_over(holders, name), holders.same[name].size
     assert times == (divisor if group else divisor * same), "who does not sum has others beside it"
     summed = group.size if group else 1
     counted = counting.is_counted(held, name, holders.rank)

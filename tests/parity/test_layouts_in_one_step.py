@@ -13,11 +13,13 @@ from tests.support.models import Documents, make_documents, make_model, mismatch
 from tests.support.ranks import spawn
 from tests.support.runs import GROUPS, close, held, prepared, small_recipe
 from tests.support.stages import ZERO
+from uspft.comm import Books
 from uspft.config.algorithms import CONTEXT, WHOLE
 from uspft.layout import Layout
+from uspft.mesh import make_mesh
 from uspft.segments import Segments
 from uspft.sequence import Algorithm, Heads, make_algorithm
-from uspft.world import World, make_world
+from uspft.world import World
 
 ROW, STEPS, RATE = 64, 2, 1e-3
 ROWS_PER_STEP = 8
@@ -39,7 +41,7 @@ class Turn:
 
     def world(self, like: World) -> World:
         named = self.row, self.algorithm, like.tensor
-        return make_world(self.layout, named, like.kernel, like.device, GROUPS)
+        return World(make_mesh(self.layout, GROUPS, Books()), *named, like.kernel, like.device)
 
     def sends(self) -> Counter[str]:
         """The bytes that each rank sends in one layer for its rows: all are one document."""

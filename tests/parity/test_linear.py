@@ -208,14 +208,12 @@ BENCHES: dict[int, World] = {}
 def world_of(ulysses: int) -> World:
     """Four ranks, alive; collective at the first call."""
     if ulysses not in BENCHES:
-        layout, books = Layout(ulysses=ulysses, ring=RANKS // ulysses), Books()
+        layout = Layout(ulysses=ulysses, ring=RANKS // ulysses)
         row = CONTEXT["planned_cp"]
         algorithm = make_algorithm(row, ulysses, layout.ring)
-        mesh = make_mesh(layout, GROUPS, books)
+        mesh = make_mesh(layout, GROUPS, Books())
         split = Megatron(1)
-        BENCHES[ulysses] = World(
-            mesh, row, algorithm, split, TorchCpu(), books, torch.device("cpu")
-        )
+        BENCHES[ulysses] = World(mesh, row, algorithm, split, TorchCpu(), torch.device("cpu"))
     return BENCHES[ulysses]
 
 

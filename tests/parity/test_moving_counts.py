@@ -17,9 +17,9 @@ from tests.support.degrees import RATE, ROW, ROWS_PER_STEP
 from tests.support.models import Documents, make_documents, make_model
 from tests.support.moving import MOVED, Moving, started
 from tests.support.ranks import spawn
-from uspft.parameters.part import Part
 from uspft.parameters.shards import owned_parts
 from uspft.switching.move.moving import MovingEngine
+from uspft.tensor.parts import Part
 
 SMALL = 1024
 """Bytes of a tensor that is left out of what is counted: scalars, batches, rotary frequencies."""

@@ -31,7 +31,7 @@ from tests.support.parts import (
 from tests.support.ranks import spawn
 from uspft.layout import Layout
 from uspft.mesh import Groups
-from uspft.parameters.part import Part
+from uspft.tensor.parts import Part
 
 
 def everything(engine: Any, kind: str) -> dict[str, Tensor] | None:

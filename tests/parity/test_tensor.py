@@ -33,9 +33,7 @@ from tests.support.tensor import (
     trained,
     wanted,
 )
-from uspft.comm import Group
 from uspft.parameters import counting
-from uspft.parameters.shards import Holders
 from uspft.tensor.megatron import Megatron
 
 pytestmark = pytest.mark.timeout(900)
@@ -91,9 +89,9 @@ def broken(rank: int, folder: Path, data: Data) -> dict[str, Any]:
     faults: dict[str, tuple[Case, Any, str, Any]] = {
         "a piece is not summed": (
             TOKENS,
-            Holders,
-            "replicas",
-            lambda self, name: Group(None, (self.rank,)),
+            counting,
+            "summed_over",
+            lambda holders, name: None,
         ),
         "a replica counts twice": (
             Case("llama", (4, 1), "zero1", False, False),

@@ -160,10 +160,10 @@ def faulty(fault: str, net: Any) -> list[Any]:
 
 
 def world_of(algorithm: str) -> World:
-    (ulysses, ring), books, row = DEGREES[algorithm], Books(), CONTEXT[algorithm]
-    mesh = make_mesh(Layout(ulysses=ulysses, ring=ring), GROUPS, books)
+    (ulysses, ring), row = DEGREES[algorithm], CONTEXT[algorithm]
+    mesh = make_mesh(Layout(ulysses=ulysses, ring=ring), GROUPS, Books())
     made = make_algorithm(row, ulysses, ring)
-    return World(mesh, row, made, Megatron(1), TorchCpu(), books, torch.device("cpu"))
+    return World(mesh, row, made, Megatron(1), TorchCpu(), torch.device("cpu"))
 
 
 def errors(case: Case, want: Wanted) -> tuple[float, float]:

@@ -11,7 +11,7 @@ import torch
 from torch.nn.utils.parametrize import register_parametrization
 
 from tests.support.models import Reference
-from uspft.parameters.part import Part
+from uspft.tensor.parts import Part
 
 
 def peft_adapter(

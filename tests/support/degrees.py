@@ -20,11 +20,13 @@ from tests.support.models import Documents, Reference, gradients_off, mismatch, 
 from tests.support.pairwise import pairwise
 from tests.support.runs import GROUPS, close, held, prepared, small_recipe
 from tests.support.stages import FULLY, ZERO
+from uspft.comm import Books
 from uspft.config.algorithms import CONTEXT, WHOLE
 from uspft.layout import Layout
+from uspft.mesh import make_mesh
 from uspft.sequence import make_algorithm
 from uspft.tensor.megatron import Megatron
-from uspft.world import World, make_world
+from uspft.world import World
 
 ROW, STEPS, RATE, CLIP, SEED = 40, 2, 1e-3, 0.5, 7
 ROWS_PER_STEP = 7
@@ -125,7 +127,9 @@ def world_of(layout: Layout, case: Case, like: World) -> World:
     row = CONTEXT["ring_cp"] if layout.ring > 1 else WHOLE
     algorithm = make_algorithm(row, layout.ulysses, layout.ring, keep=False)
     tensor = Megatron(layout.tensor, splits_tokens=case.tokens)
-    return make_world(layout, (row, algorithm, tensor), like.kernel, like.device, GROUPS)
+    return World(
+        make_mesh(layout, GROUPS, Books()), row, algorithm, tensor, like.kernel, like.device
+    )
 
 
 def train(case: Case, folder: Path, data: Documents, output: Path, *, steps: int = STEPS) -> Any:

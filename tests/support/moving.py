@@ -27,13 +27,15 @@ from tests.support.degrees import (
 )
 from tests.support.models import Documents
 from tests.support.runs import GROUPS, held, job_of, small_recipe
+from uspft.comm import Books
 from uspft.config.algorithms import CAUSAL, CONTEXT, WHOLE
 from uspft.kernels.plain import TorchCapped
 from uspft.kernels.torch_cpu import TorchCpu
 from uspft.layout import Layout
+from uspft.mesh import make_mesh
 from uspft.sequence import make_algorithm
 from uspft.tensor.megatron import Megatron
-from uspft.world import World, make_world
+from uspft.world import World
 
 MOVED: dict[str, dict[str, Any]] = {
     **MODELS,
@@ -119,7 +121,7 @@ def world_of(layout: Layout, tokens: bool, softcap: float | None) -> World:
     algorithm = make_algorithm(row, layout.ulysses, layout.ring, keep=False)
     named = row, algorithm, Megatron(layout.tensor, splits_tokens=tokens)
     kernel = TorchCapped(softcap) if softcap else TorchCpu()
-    return make_world(layout, named, kernel, torch.device("cpu"), GROUPS)
+    return World(make_mesh(layout, GROUPS, Books()), *named, kernel, torch.device("cpu"))
 
 
 def started(

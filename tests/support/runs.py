@@ -132,7 +132,7 @@ def run_recipe(
 def held(engine: Any, kind: str = "weight", *, everywhere: bool = False) -> dict[str, torch.Tensor]:
     """Every parameter's whole value, or moment, on the first rank, or on every one; collective."""
     from uspft.engine.state import Wanted, gather
-    from uspft.parameters.part import Part
+    from uspft.tensor.parts import Part
 
     named = engine.module.named() if kind == "weight" else engine.trained()
     ranks = range(engine.holders.everyone.size if everywhere else 1)

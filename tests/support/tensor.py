@@ -26,7 +26,7 @@ from tests.support.pairwise import pairwise
 from tests.support.rows import PACKED_ROWS, PLAIN_ROWS, ROW, row_documents
 from tests.support.runs import close, held, prepared, run_recipe, small_recipe
 from tests.support.stages import ZERO
-from uspft.parameters.part import Part
+from uspft.tensor.parts import Part
 
 Data = dict[bool, Documents]
 """By whether rows are packed."""

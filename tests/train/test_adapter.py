@@ -20,7 +20,7 @@ from tests.support.models import Documents, Reference, make_documents, make_mode
 from tests.support.runs import small_recipe
 from uspft.__main__ import main
 from uspft.model.adapter import AdapterStart
-from uspft.parameters.part import Part
+from uspft.tensor.parts import Part
 
 STEPS, SEED = 3, 5
 LORA = {"rank": 4, "alpha": 8, "target_modules": ["q_proj", "down_proj"]}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +17,7 @@ from uspft.kernels import believed_kernel, choose
 from uspft.layout import Layout
 from uspft.model.hf_config import heads_of
 from uspft.sequence import Heads
-from uspft.world import head_shapes
+from uspft.sequence.rows.heads import head_shapes
 
 
 def choosing(rank: int) -> list[Any]:
@@ -37,10 +36,14 @@ def choosing(rank: int) -> list[Any]:
         believed_kernel("flash_attn_4", [HEADS], FLOAT, GPU, said_by_all=said_by_all)
     except Exception as error:
         told = f"{type(error).__name__}: {error}"
-    job: Any = SimpleNamespace(fingerprint=lambda: rank, corpus=Path(), steps=1, resume_from=None)
-    with pytest.raises(RunFailed, match=f"run different things .here {rank}"):
-        Job.require_same(job, said_by_all(f"{rank:x}"))
-    Job.require_same(job, said_by_all("1"))
+    job: Any = SimpleNamespace(
+        fingerprint=lambda: rank, shared=lambda: {"seed": 1, "optimizer.eps": rank}
+    )
+    differs = f"things: optimizer.eps is {rank} here and {1 - rank} on rank {1 - rank}; start every"
+    with pytest.raises(RunFailed, match=differs):
+        Job.require_same(job, said_by_all)
+    job.fingerprint = lambda: 1
+    Job.require_same(job, said_by_all)
     return [kernel.name, tried, refused, told]
 
 

@@ -32,7 +32,7 @@ from safetensors import SafetensorError, safe_open
 from uspft.checkpoint.checksums import checksums_of, is_sealed
 from uspft.config.problems import InputError, said
 from uspft.durable import partial_of, sync
-from uspft.parameters.part import Part, as_slices, flat_boxes, read_boxes
+from uspft.tensor.parts import Part, as_slices, flat_boxes, read_boxes
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -73,7 +73,9 @@ def differences(old: dict[str, Any], new: dict[str, Any]) -> list[tuple[str, str
     for key, value in new.items():
         if key == CONTENTS and old.get(key) != value:
             what = "gives other tokens than the checkpoint was trained on"
-            remedy = f"put files, tokenizer and library versions back, or write {anew}"
+            remedy = (
+                f"put files, keys of `data`, tokenizer and library versions back, or write {anew}"
+            )
             found.append(("data.train", what, remedy))
         elif key == BASE and old.get(key, value) != value:
             place = "model.config" if new.get("model.config") else "model.name_or_path"

@@ -9,6 +9,7 @@ import yaml
 
 from uspft import __version__
 from uspft.config import Recipe, dump
+from uspft.config.problems import counted
 from uspft.data.files.sources import is_hub_id
 from uspft.job import Job
 
@@ -36,7 +37,7 @@ _CHAT = """inputs = tokenizer.apply_chat_template(
     return_tensors="pt",
 )"""
 _TEXT = 'inputs = tokenizer("Once", return_tensors="pt")'
-_ANSWER = "print(tokenizer.decode(model.generate(**inputs)[0]))"
+_ANSWER = "print(tokenizer.decode(model.generate(**inputs, max_new_tokens=256)[0]))"
 
 
 def model_card(
@@ -54,8 +55,8 @@ def model_card(
     data = ", ".join(f"`{source.title}`" for source in recipe.data.train)
     lines = [f"---\n{head}---", f"# {name}"]
     lines.append(
-        f"{_origin(recipe, adapter)} with uspft {__version__}: {step:,} steps on {data}, in rows "
-        f"of {recipe.data.sequence_length:,} tokens{_rope(recipe)}."
+        f"{_origin(recipe, adapter)} with uspft {__version__}: {counted(step, 'step')} on {data}, "
+        f"in rows of {recipe.data.sequence_length:,} tokens{_rope(recipe)}."
     )
     if quantised:
         held = "they are read so for training" if adapter else "here they are"

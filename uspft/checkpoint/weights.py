@@ -27,8 +27,8 @@ from uspft.model.hf_config import language_config
 from uspft.parameters.experts import corrections
 from uspft.parameters.fill import RandomWeights, SplitWeights
 from uspft.parameters.names import is_adapter, places
-from uspft.parameters.part import Part
 from uspft.parameters.source import FolderWeights, GrownWeights, Weights, base_digest, table_names
+from uspft.tensor.parts import Part
 
 WeightsOf = Callable[[ModelBlock, int, Any, Checkpoint | None], Weights]
 """The type of `weights_of` and its replacements."""
@@ -62,14 +62,6 @@ def weights_of(
     if all(one.requires_grad for one in model.parameters()) and not corrections(model):
         return held
     return SplitWeights(trained_parameters(model), held, _start(block, seed, model))
-
-
-def carry_corrections(source: Weights, model: Any) -> None:
-    """Load the untrained bias of a model's routers from its source; random weights start without.
-    Raises WeightsError."""
-    for name, buffer in corrections(model).items():
-        if not source.draws(name):
-            buffer.copy_(source.read(name, Part.whole(tuple(buffer.shape))))
 
 
 def multimodal_base(block: ModelBlock) -> FolderWeights | None:
@@ -123,10 +115,7 @@ class WholeModel:
 
 def export_order(names: Collection[str], *, model: bool) -> list[str]:
     """Return the names in the order in which an export reads them, an adapter's twice: for its own
-    folder, and for merging.
-
-    model: whether the whole model is exported too.
-    """
+    folder, and for merging. model: whether the whole model is exported too."""
     own = filter(is_adapter, names)
     return [*own, *chain(*merge_order(names))] if model else list(own)
 

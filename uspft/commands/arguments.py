@@ -1,8 +1,6 @@
 """Parsing of argv into one command; nothing below this module reads argv or the environment.
-
 Library versions are checked before a command is imported: an unsupported transformers would fail
-with errors that do not name the cause.
-"""
+with errors that do not name the cause."""
 
 from __future__ import annotations
 
@@ -62,6 +60,26 @@ USAGE = """usage: {0} [train] RECIPE.yaml [key.path=value ...]
             [key.path=value ...]
 train, verify and calibrate run on the hosts of --hostfile FILE"""
 """The usage message, with a placeholder for how uspft is started."""
+
+
+def usage(words: Sequence[str], program: str) -> str:
+    """Return the usage message; of a verb's words, what the verb takes, with its options."""
+    lines = USAGE.format(program).splitlines()
+    if not words or words[0] not in VERBS:
+        return "\n".join(lines)
+    verb = words[0]
+    start, own, inside = " " * len("usage: "), list[str](), False
+    for line in lines[:-1]:
+        if not line.startswith(start + " "):  # it does not continue the line before
+            inside = f" {verb} " in f"{line} " or f" [{verb}] " in line
+        if inside:
+            own.append(line)
+    own[0] = own[0].replace(start, "usage: ", 1)
+    options = {**OPTIONS.get(verb, {}), **({HOSTFILE: ""} if starts_ranks(words) else {})}
+    told = [f"  {name:<11} {MEANING.get(f'{verb} {name}') or MEANING[name]}" for name in options]
+    if any("key.path=value" in line for line in own):
+        told.append("key.path=value sets a key of the recipe; docs/keys.md has all of them")
+    return "\n".join([*own, *told])
 
 
 def starts_ranks(given: Sequence[str]) -> bool:
@@ -135,6 +153,31 @@ OPTIONS: Mapping[str, Mapping[str, str]] = {
     "convert": {"-o": "to", "--force": "force", "--ranks": "ranks", "--from": "tool"},
 }
 """The options of each verb, each with the parameter of the verb's function that it sets."""
+MEANING: Mapping[str, str] = {
+    "--ranks": "for N processes in place of those of this machine",
+    "--hardware": "times of a cluster: a name in configs/hardware, or a file that calibrate wrote",
+    "--json": "as data",
+    "--top": "the first N layouts",
+    "--only": "layouts that split a step in these ways alone, such as tensor,ring",
+    "--take": "write the Nth layout as a recipe, with -o FILE, or draw it, with --timeline FILE",
+    "plan -o": "where --take writes the recipe",
+    "--timeline": "draw the steps of a pipeline, as SVG",
+    "--clean": "delete the cache of prepared data",
+    "--rows": "the first N rows",
+    "--html": "write a page in place of text",
+    "report -o": "the page; with one folder its report.html if left out",
+    "--live": "serve the page, made anew for each request, until Ctrl-C",
+    "--port": "where --live serves it",
+    "--steps": "compare N steps",
+    "--inject": "break order, mask, scale or label, which every layout must show",
+    "--all": "all legal layouts, and not the first of them",
+    "convert -o": "the recipe to write",
+    "--force": "write over a file",
+    "convert --ranks": "how many devices the configuration runs on",
+    "--from": "whose configuration it is, where its keys do not tell",
+    "--hostfile": "start it on the hosts of a file in DeepSpeed's format, by ssh",
+}
+"""What each option does, by its name, or by verb and name where verbs differ."""
 FLAGS = ("--all", "--clean", "--json", "--force", "--live")
 FILES = ("-o", "--html", "--timeline")
 COUNTS = ("--ranks", "--top", "--take", "--rows", "--port", "--steps")
@@ -160,8 +203,9 @@ def _arguments(verb: str, words: list[str]) -> tuple[Path, list[str], dict[str, 
         elif name in INSTEAD:
             raise UsageError(word, f"{verb} takes no such option", f"write {INSTEAD[name]}")
         elif word.startswith("-"):
-            takes = "; ".join(f"{one} takes {', '.join(names)}" for one, names in OPTIONS.items())
-            raise UsageError(word, "unknown option", f"{takes}; all take --help")
+            takes = ", ".join(OPTIONS.get(verb, ())) or "none"
+            remedy = f"{verb} takes {takes}; {to_type(os.environ, verb, '--help')} says more"
+            raise UsageError(word, "unknown option", remedy)
         else:
             rest.append(word)
     wanted = "OUTPUT" if verb in OF_OUTPUT else "RECIPE.yaml"

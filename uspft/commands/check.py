@@ -20,7 +20,7 @@ from uspft.prepare.files import not_writable, output_of, space_finding, space_fr
 from uspft.prepare.host import Invocation
 from uspft.prepare.make_plan import weighed_here
 from uspft.prepare.model import ExaminedModel, examine_model, tokenizer_here
-from uspft.prepare.remarks import expert_side
+from uspft.prepare.remarks import expert_side, too_short
 
 CACHE = "data.cache_dir"
 SHOWN_FILES = 10
@@ -63,7 +63,8 @@ def check(target: Path, overrides: Sequence[str], place: Invocation) -> int:
         data.append(f"... and {more:,} more files")
     lines = [f"{target}: no problem found", *(f"data: {line}" for line in (*data, *look.notes))]
     memory, unknown = found.memory
-    lines += [*found.settled, *(f"warning: {what}" for what in found.wasted)]
+    few = too_short(recipe, recipe.training.steps) if recipe.training.steps else ()
+    lines += [*found.settled, *(f"warning: {what}" for what in (*found.wasted, *few))]
     lines += [*_model(found, examined, memory), *disk]
     sets = [source.title for source in recipe.data.eval or ()]
     if recipe.data.eval_fraction:

@@ -12,6 +12,7 @@ from uspft.config import InputError, RecipeError, load
 from uspft.config.document import bare
 from uspft.config.loading import assigned
 from uspft.config.problems import Problem, UsageError, writing
+from uspft.config.recipe import Recipe
 from uspft.convert import CONVERTERS, Outcome, convert_theirs, read_theirs
 
 
@@ -49,10 +50,14 @@ def convert(
         given |= {key: bare(tree)} if tree else {}
     if wrong:
         raise RecipeError(wrong)
+    for key in given:
+        if key.partition(".")[0] not in Recipe.model_fields:
+            raise UsageError(key, "is no key of a recipe", f"change it in {target}")
     outcome = convert_theirs(read_theirs(target, tool, *more), given, ranks)
     print("\n".join(outcome.lines()))
     if outcome.refused:
-        print(f"not written: settle what is refused, there or behind {target} as key.path=value")
+        how = f"change {target}, or write keys of a recipe behind it, such as data.train=FILE"
+        print(f"not written: to settle what is refused, {how}")
         return 2
     text = outcome.recipe(target)
     _require_recipe(outcome, text, to)

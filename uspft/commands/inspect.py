@@ -191,10 +191,7 @@ def _line(
     row: SeenRow, cells: int, parts: Sequence[tuple[str, Sequence[Span], str | None]]
 ) -> Text:
     """Return a line of `cells` characters for a row, each showing the part of the row at its
-    middle.
-
-    parts: a character, spans and style for each kind of part.
-    """
+    middle. parts: a character, spans and style for each kind of part."""
     text = Text()
     for cell in range(cells):
         place = (2 * cell + 1) * row.segments.length // (2 * cells)
@@ -281,10 +278,7 @@ pre s { text-decoration: none; box-shadow: inset -1px 0 var(--line); }
 
 
 def page_of(seen: Inspection, title: str, notes: Sequence[str]) -> str:
-    """Return the HTML page.
-
-    notes: lines on what was read, dropped and mixed.
-    """
+    """Return the HTML page. notes: lines on what was read, dropped and mixed."""
     every = "".join(f"<li>{escape(note)}</li>" for note in notes)
     rows = "".join(_row(row) for row in seen.rows)
     body = (

@@ -63,11 +63,8 @@ def _leave(number: int, frame: FrameType | None) -> None:
 
 
 def _heed(meeting: Meeting, number: int, frame: FrameType | None) -> None:
-    """Handle a stop signal.
-
-    Before the command begins the process exits; during the command it is interrupted; after it,
-    only the wait for other hosts is cut short, and the exit code stays.
-    """
+    """Handle a stop signal. Before the command begins the process exits; during the command it is
+    interrupted; after it, only the wait for other hosts is cut short, and the exit code stays."""
     if meeting.ended:
         meeting.hurried = meeting.alarm is None
     elif meeting.begun:
@@ -77,10 +74,10 @@ def _heed(meeting: Meeting, number: int, frame: FrameType | None) -> None:
 
 
 def _main(words: list[str]) -> int:
-    from uspft.commands.arguments import USAGE, starts_ranks, without_hostfile
+    from uspft.commands.arguments import starts_ranks, usage, without_hostfile
 
     if not words or {"-h", "--help"} & set(words):
-        print(USAGE.format(to_type(os.environ)), file=sys.stdout if words else sys.stderr)
+        print(usage(words, to_type(os.environ)), file=sys.stdout if words else sys.stderr)
         return 0 if words else 2
     try:
         file, words = without_hostfile(words)

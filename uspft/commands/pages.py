@@ -28,10 +28,8 @@ pre { font: 13px/1.5 ui-monospace, monospace; }
 
 
 def html_page(title: str, style: str, body: str, head: str = "") -> str:
-    """Return a page.
-
-    style: CSS in addition to STYLE. body: HTML. head: tags to put before the title.
-    """
+    """Return a page. style: CSS in addition to STYLE. body: HTML. head: tags to put before the
+    title."""
     named = escape(title)
     return (
         f"{BEGIN}{head}<title>{named}</title>\n<style>\n{STYLE}\n{style}\n</style>\n"

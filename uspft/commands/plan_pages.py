@@ -49,11 +49,9 @@ def shown(order: Ranking, top: int | None) -> list[Ranked]:
 
 
 def layouts_table(order: Ranking, every: Sequence[Ranked], opened: Collection[str] = ()) -> str:
-    """Return a line for each layout, in order.
-
-    opened: the keys that the recipe leaves open; the ZeRO stage and the micro-batch size among them
-    have columns, since a layout's name does not include them.
-    """
+    """Return a line for each layout, in order. opened: the keys that the recipe leaves open; the
+    ZeRO stage and the micro-batch size among them have columns, since a layout's name does not
+    include them."""
     how = {head: of for key, (head, of) in _HOW.items() if key in opened}
     hardware = order.layouts[0].hardware
     card = f" of {hardware.memory.bytes / GIB:.3g}" if hardware.device else ""
@@ -134,11 +132,8 @@ def as_data(
     machine: str,
     longest: int | None = None,
 ) -> dict[str, Any]:
-    """Return the ranking of layouts for JSON.
-
-    longest: for how many layouts to compute the longest row, besides the recipe's own; None: for
-    all.
-    """
+    """Return the ranking of layouts for JSON. longest: for how many layouts to compute the longest
+    row, besides the recipe's own; None: for all."""
     first = order.layouts[0]
     hardware, layouts = first.hardware, []
     for place, one in enumerate(every):

@@ -13,14 +13,12 @@ import yaml
 
 from uspft.called import to_type
 from uspft.config import Recipe, load
+from uspft.config.loading import SHIPPED
 from uspft.config.messages import closest
 from uspft.config.problems import UsageError, counted, writing
 from uspft.config.strategies import layouts_of
 from uspft.data.files.sources import STDLIB
-from uspft.prepare.host import CONFIGS
 
-SHIPPED = CONFIGS.parent / "recipes"
-"""The folder of the shipped recipes, next to the package."""
 DATA = {"messages": "conversations", "text": "texts"}
 """What the data of a recipe are called, by `data.format`."""
 
@@ -38,7 +36,7 @@ def recipes(words: Sequence[str], environment: Mapping[str, str], shipped: Path 
         raise UsageError(words[2], "recipes takes a name and a file", remedy)
     found = {path.stem: path for path in shipped.glob("*.yaml")}
     if not found:
-        what = f"no recipes are beside the package, in {shipped}"
+        what = f"no recipes are next to the package, in {shipped}"
         raise UsageError("recipes", what, "take uspft's repository")
     if not words:
         print(f"{listing(found.values())}\ncopy one here: {typed} NAME [FILE]")

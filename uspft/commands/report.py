@@ -96,10 +96,8 @@ def leave_report(found: Examined, place: Invocation) -> str:
 
 
 def _serve(targets: Sequence[Path], place: Invocation, port: int) -> int:
-    """Serve the page on this machine until interrupted, built anew for each request.
-
-    The predictions are computed only once.
-    """
+    """Serve the page on this machine until interrupted, built anew for each request. The
+    predictions are computed only once."""
     guesses = [predicted_of(run, place) for run in read_runs(targets)]
 
     class Handler(BaseHTTPRequestHandler):
@@ -171,10 +169,8 @@ th:first-child, td:first-child, .words td {{ text-align: left; }}
 
 
 def page_of(runs: Sequence[ReportedRun], predicted: Sequence[Predicted], again: int = 0) -> str:
-    """Return the page.
-
-    predicted: for each run. again: seconds until a browser reloads it; 0: never.
-    """
+    """Return the page. predicted: for each run. again: seconds until a browser reloads it; 0:
+    never."""
     title = f"Report: {', '.join(run.name for run in runs)}"
     fresh = f'<meta http-equiv="refresh" content="{again}">\n' if again else ""
     charts = "".join(map(figure, charts_of(runs, predicted)))
@@ -209,11 +205,9 @@ CHARTS = (
 
 
 def charts_of(runs: Sequence[ReportedRun], predicted: Sequence[Predicted]) -> list[Chart]:
-    """Return the charts of runs over their steps; charts without data are left out.
-
-    For a single run each field has a colour; for several runs each run has a colour, and each field
-    a dash pattern.
-    """
+    """Return the charts of runs over their steps; charts without data are left out. For a single
+    run each field has a colour; for several runs each run has a colour, and each field a dash
+    pattern."""
     several, found = len(runs) > 1, []
     for chart in CHARTS:
         names = dict.fromkeys(n for run in runs for one in chart.names for n in run.names(one))

@@ -94,7 +94,7 @@ def train(target: Path, overrides: Sequence[str], place: Invocation) -> int:
                 screen.print(f"what an earlier run left is now in {moved}", markup=False)
             _note(recipe, place, damaged)
         lines = [*found.settled, *(f"warning: {line}" for line in found.wasted)]
-        lines.append(f"run: {length_of_run(recipe, job.corpus, job.steps)}")
+        lines += length_of_run(recipe, job.corpus, job.steps)
         if checkpoint:
             change = rate_after(recipe, checkpoint, job.steps)
             lines += [f"going on from {checkpoint.folder}", *([change] if change else [])]
@@ -185,7 +185,7 @@ def reason_to_end(recipe: Recipe, steps: int, checkpoint: Checkpoint | None) -> 
     if checkpoint is None:
         return None
     if checkpoint.step >= steps:
-        return f"all {steps} steps are done"
+        return f"all {steps:,} steps are done" if steps > 1 else "the only step is done"
     patience, key = recipe.training.patience, "stop_step"
     if checkpoint.step < (recipe.training.stop_step or steps):
         best, key = best_up_to(output_of(recipe), checkpoint), "patience"
@@ -266,7 +266,8 @@ def summary(
     ends = training.stop_step or training.steps
     early = early and (ends is None or len(losses) < ends)
     if recipe.checkpoint.every_steps:
-        more = "a larger training.patience" if early else "more training.steps"
+        length = "epochs" if training.epochs else "steps"
+        more = "a larger training.patience" if early else f"more training.{length}"
         if training.stop_step and not early:
             more = "a larger training.stop_step"
         lines.append(f"checkpoint: {output / 'checkpoints'}  ({more} goes on from it)")
@@ -287,10 +288,8 @@ def _next(
     hosts: int,
 ) -> list[str]:
     """Return lines on what to do next: after the quickstart, the same run with another algorithm,
-    which is its point; after other runs, how to use the model.
-
-    early: whether patience ended the run. chats, hosts: as in `summary`.
-    """
+    which is its point; after other runs, how to use the model. early: whether patience ended the
+    run. chats, hosts: as in `summary`."""
 
     def command(words: list[str]) -> str:
         if hosts > 1:  # each host knows only its own command line

@@ -136,7 +136,7 @@ DEPRECATED: dict[str, tuple[str, Any]] = {
     "stage3_gather_fp16_weights_on_model_save": ("stage3_gather_16bit_weights_on_model_save", True),
 }
 
-_INSIDE_A_HOST = "leave it out: beside stages ZeRO divides what a stage has over the ranks of that "
+_INSIDE_A_HOST = "leave it out: with stages ZeRO divides what a stage has over the ranks of that "
 _INSIDE_A_HOST += "stage alone, and without them zero_hpz_partition_size keeps weights in a host"
 REMOVED: dict[str, tuple[str, str]] = {
     "mics_shard_size": ("MiCS", _INSIDE_A_HOST),

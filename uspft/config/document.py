@@ -1,8 +1,6 @@
-"""Reading one YAML document as a tree in which every key knows its line, and writing one.
-
-Unquoted scalars follow YAML 1.2's core schema, except that 1_000 is a number and octal and
-hexadecimal numbers are strings.
-"""
+"""Reading one YAML document as a tree in which every key knows its line, and writing one. Unquoted
+scalars follow YAML 1.2's core schema, except that 1_000 is a number and octal and hexadecimal
+numbers are strings."""
 
 from __future__ import annotations
 

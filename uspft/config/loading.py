@@ -1,8 +1,5 @@
-"""Reading and writing of recipes.
-
-The file, its `base` fragments and the overrides of the command line merge into one tree, which is
-checked; every problem is reported at once.
-"""
+"""Reading and writing of recipes. The file, its `base` fragments and the overrides of the command
+line merge into one tree, which is checked; every problem is reported at once."""
 
 from __future__ import annotations
 
@@ -25,6 +22,7 @@ from uspft.config.messages import (
     Node,
     below,
     choices,
+    closest,
     findings_of,
     inside,
     meant_key,
@@ -175,11 +173,9 @@ _ZERO = "deepspeed.zero_optimization"
 
 @cache
 def mappings() -> dict[str, Node]:
-    """Return the keys of each mapping of a recipe with their JSON Schemas.
-
-    They are keyed by the mapping's path, where "" is the top and [] any list item. Mappings of free
-    keys are not included.
-    """
+    """Return the keys of each mapping of a recipe with their JSON Schemas. They are keyed by the
+    mapping's path, where "" is the top and [] any list item. Mappings of free keys are not
+    included."""
     top, found = schema_of(Recipe), dict[str, Node]()
 
     def take(node: Node, at: str) -> None:
@@ -286,6 +282,8 @@ def dump(recipe: Recipe, comments: Mapping[str, str] | None = None) -> str:
 
 # Merging of the recipe file, its fragments and the overrides into one tree.
 
+SHIPPED = Path(__file__).parents[2] / "recipes"
+"""The folder of the shipped recipes, beside the package."""
 MAX_BYTES = 256 * 1024  # PyYAML reads some 100 KB a second
 MAX_FRAGMENTS = 100  # fragments that name fragments twice double with every level
 
@@ -332,7 +330,7 @@ def text_of(path: Path, most_bytes: int = MAX_BYTES) -> str:
         if path.is_dir():
             raise Unreadable("is a folder", "name a YAML file")
         if not path.exists():
-            raise Unreadable("does not exist", "check the path")
+            raise Unreadable("does not exist", _found_instead(path))
         if not path.is_file():
             raise Unreadable("is not a regular file", "name a YAML file")
         if path.stat().st_size > most_bytes:
@@ -345,6 +343,14 @@ def text_of(path: Path, most_bytes: int = MAX_BYTES) -> str:
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
         raise Unreadable("is not UTF-8", "save the file as UTF-8", line) from error
+
+
+def _found_instead(path: Path) -> str:
+    """Return what to write in place of a file that does not exist."""
+    if (SHIPPED / f"{path.name}.yaml").is_file():
+        return f"to copy the shipped recipe of that name: recipes {path.name}"
+    near = closest(path.name, [one.name for one in path.parent.glob("*.y*ml")], 0.85)
+    return f"did you mean `{path.parent / near}`?" if near else "check the path"
 
 
 class _Files:

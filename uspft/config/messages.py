@@ -56,10 +56,8 @@ def as_written(value: Any) -> str:
 def refused(
     block: Any, key: str, off: Collection[Any], why: str, remedy: str, at: str = ""
 ) -> Iterator[Finding]:
-    """Yield a finding if a key has a value outside `off`, the values that ask for nothing.
-
-    at: the path of the block.
-    """
+    """Yield a finding if a key has a value outside `off`, the values that ask for nothing. at: the
+    path of the block."""
     value = reduce(getattr, key.split("."), block)
     if value not in off:
         yield join(at, key), f"is {as_written(value)}, {why}", remedy

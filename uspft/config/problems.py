@@ -31,10 +31,7 @@ def on_one_line(text: str) -> str:
 
 
 def counted(count: int, noun: str, ending: str = "s") -> str:
-    """Return a count with its noun, such as `1 row` or `1,024 rows`.
-
-    ending: the plural's.
-    """
+    """Return a count with its noun, such as `1 row` or `1,024 rows`. ending: the plural's."""
     return f"{count:,} {noun}{ending * (count != 1)}"
 
 

@@ -59,10 +59,7 @@ BASE = Key(
 
 
 def keys(kind: type[RecipeBlock], at: str) -> list[Key]:
-    """Return the keys of a block and of the blocks inside it, in order.
-
-    at: the block's path.
-    """
+    """Return the keys of a block and of the blocks inside it, in order. at: the block's path."""
     top = schema_of(kind)
     found = [BASE] if kind is Recipe else []
     for name, field in kind.model_fields.items():

@@ -28,11 +28,8 @@ from uspft.config.types import RecipeBlock
 
 
 def broken(recipe: Recipe, faulty: Set[str]) -> list[Finding]:
-    """Return the findings of all rules.
-
-    A rule's findings are dropped from the point where it has read a faulty key, since they would
-    repeat that fault.
-    """
+    """Return the findings of all rules. A rule's findings are dropped from the point where it has
+    read a faulty key, since they would repeat that fault."""
     found: list[Finding] = []
     for rule in RULES:
         read: set[str] = set()
@@ -98,10 +95,8 @@ _NULL = (None,)
 def _one_of(
     recipe: Recipe, one: str, other: str, does: str, remedy: str, lacks: str = "is missing"
 ) -> Iterator[Finding]:
-    """Require exactly one of two keys.
-
-    does: the verb phrase of the message for both, such as `names the model`.
-    """
+    """Require exactly one of two keys. does: the verb phrase of the message for both, such as
+    `names the model`."""
     values = [attrgetter(key)(recipe) for key in (one, other)]
     if None not in values:
         what = f"is set together with `{one}`, and only one of them {does}"
@@ -122,7 +117,7 @@ def _new_tokens(recipe: Recipe) -> Iterator[Finding]:
         yield "model.add_tokens", what, "leave one of them out"
     for number, token in enumerate(tokens):
         if token in tokens[:number]:
-            yield f"model.add_tokens[{number}]", f"`{token}` stands there twice", "write it once"
+            yield f"model.add_tokens[{number}]", f"`{token}` is listed twice", "write it once"
 
 
 def _one_length(recipe: Recipe) -> Iterator[Finding]:

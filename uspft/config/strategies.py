@@ -65,11 +65,9 @@ def alike(parallel: ParallelBlock) -> ParallelBlock:
 
 
 def weights_move(parallel: ParallelBlock) -> bool:
-    """Return whether weights move between ranks when the layout switches.
-
-    That is where `switching` says so, or where it is left open and a layout has pipeline stages,
-    because no rank stores another stage's layers.
-    """
+    """Return whether weights move between ranks when the layout switches. That is where `switching`
+    says so, or where it is left open and a layout has pipeline stages, because no rank stores
+    another stage's layers."""
     staged = any(one.pipeline_stage != 1 for one in _listed(parallel))
     return parallel.switching == "move" or (staged and parallel.switching in (AUTO, None))
 

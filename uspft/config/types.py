@@ -102,10 +102,8 @@ OPEN = Open(1)
 
 
 def or_open(written: Any) -> WrapValidator:
-    """Return a validator that turns `auto` into an Open number.
-
-    written: whether a number may be written instead.
-    """
+    """Return a validator that turns `auto` into an Open number. written: whether a number may be
+    written instead."""
 
     def read(value: Any, number: Callable[[Any], Any]) -> Any:
         return OPEN if isinstance(value, Open) or value == AUTO else number(value)
@@ -165,10 +163,8 @@ FilePath = Annotated[
 
 
 def elsewhere(known: Mapping[str, str]) -> BeforeValidator:
-    """Return a validator that refuses words of other tools.
-
-    known: each word with the reason, a sentence without its full stop.
-    """
+    """Return a validator that refuses words of other tools. known: each word with the reason, a
+    sentence without its full stop."""
 
     def check(value: Any) -> Any:
         if isinstance(value, str) and (said := known.get(value.lower())):
@@ -240,10 +236,8 @@ def _free(value: dict[str, Any]) -> dict[str, Any]:
 
 
 def only(off: object, what: str, remedy: str) -> Callable[[Any], Any]:
-    """Return a check that refuses every value but `off`, which asks for nothing.
-
-    what: the message, in which `{}` is the refused value.
-    """
+    """Return a check that refuses every value but `off`, which asks for nothing. what: the message,
+    in which `{}` is the refused value."""
 
     def check(value: Any) -> Any:
         if value != off:

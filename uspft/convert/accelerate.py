@@ -181,7 +181,7 @@ def sharding(run: Conversion, key: str = "deepspeed", fsdp: str = "fsdp_config")
     if run.theirs.has_block("deepspeed") and not run.written("deepspeed"):
         _zero(run)
         _beside(run)
-    elif run.theirs.has_block(fsdp) or run.written("fsdp"):
+    elif run.theirs.has_block(fsdp) or run.value("fsdp"):
         _fully(run, fsdp)
 
 

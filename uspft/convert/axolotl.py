@@ -285,7 +285,7 @@ def _outputs(run: Conversion) -> None:
     """Convert checkpoints, evaluations and logging."""
     trainer.saving(run, steps_win=True)
     if not run.written("save_total_limit"):
-        run.put("checkpoint.keep_last", 4)
+        run.put("checkpoint.keep_last", 4, why="save_total_limit, 4 where it is left out")
     trainer.evaluating(run)
     for key, ours in (
         ("saves_per_epoch", "checkpoint.every_steps"),

@@ -1,9 +1,6 @@
 """The state of one conversion: the other tool's values, the recipe that is written, and the
 remarks; and its outcome, a recipe with comments and a line for each key that was not copied
-unchanged.
-
-"Theirs" are the other tool's keys, "ours" the recipe's.
-"""
+unchanged. "Theirs" are the other tool's keys, "ours" the recipe's."""
 
 from __future__ import annotations
 
@@ -25,6 +22,7 @@ from uspft.convert.theirs import Theirs
 HUGE = 1e100
 """An upper bound on valid numbers, which infinity and NaN do not satisfy."""
 NOTHING = "asks for nothing at this value"
+NULL = "is null: asks for nothing"
 ACCELERATE = "accelerate"
 """The internal block for the keys of accelerate's file; messages omit it."""
 
@@ -128,11 +126,8 @@ class Conversion:
         return default
 
     def put(self, ours: str, value: Any, *keys: str | None, say: str = "", why: str = "") -> None:
-        """Write our key.
-
-        keys: their keys that the value comes from. say: how it differs from theirs. why: the
-        comment, by default these keys with their values.
-        """
+        """Write our key. keys: their keys that the value comes from. say: how it differs from
+        theirs. why: the comment, by default these keys with their values."""
         self.outcome.values[ours] = value
         there = [key for key in keys if key and key in self.theirs.values]
         if there:
@@ -189,10 +184,7 @@ class Conversion:
         self._say("refused", key, what, remedy)
 
     def wrong(self, key: str, remedy: str, more: str = "") -> None:
-        """Refuse the value of a key.
-
-        more: text after the value.
-        """
+        """Refuse the value of a key. more: text after the value."""
         self.refuse(key, f"is {short(self.value(key))}{more}", remedy)
 
     def _say(self, weight: str, key: str, what: str, remedy: str = "") -> None:
@@ -240,7 +232,7 @@ class Conversion:
         elif row.becomes == "same":
             self._take(path, row.to, value)
         elif value is None and not self.theirs.tool.strict:
-            self.ignored(path, "is null: asks for nothing")
+            self.ignored(path, NULL)
         elif row.becomes == "translate":
             self.changed(path, f"left out: {row.say}" if row.say else "left out")
         elif row.becomes == "ignore":
@@ -258,11 +250,14 @@ class Conversion:
         while above := above.rpartition(".")[0]:
             holds = any(row.startswith(f"{above}.") for row in self.table.rows)
             if above in self.table.rows and not holds:
-                what = f"stands in a block, and `{above}` takes one value"
+                what = f"is in a block, and `{above}` takes one value"
                 self.refuse(path, what, f"write {above}: VALUE")
                 return
         if not self.theirs.tool.strict:
-            self.changed(path, "not taken: nothing here is known to mean the same")
+            if self.theirs.values[path].value is None:
+                self.ignored(path, NULL)
+            else:
+                self.changed(path, "not taken: nothing here is known to mean the same")
             return
         block = key.rpartition(".")[0]
         inside = f"the block `{block}`" if block else "the top"

@@ -209,10 +209,7 @@ ADAMW = ("AdamW", "FusedAdamW", "FP32StateAdamWeightDecay")
 
 
 def _length(run: Conversion, batch: int) -> None:
-    """Convert the length of the run.
-
-    batch: the rows per optimizer step.
-    """
+    """Convert the length of the run. batch: the rows per optimizer step."""
     total, epochs = run.whole("lr_schedule.total_steps", default=-1), "runner_config.epochs"
     rows = rows_of_blend(run)
     if given := {"training.steps", "training.epochs"} & set(run.given):

@@ -27,6 +27,8 @@ def data(run: Conversion) -> None:
     """Convert the data, and how samples become rows."""
     kind = str(run.value(f"{LOADER}.type", "MindDataset"))
     _rows(run, indexed=kind == MEGATRON)
+    if "data.train" in run.given or kind in (*HUGGING_FACE, MEGATRON):
+        run.idle("labels are made here, of the samples' tokens", f"{CONFIG}.input_sliced_sig")
     inside = [key for key in run.theirs.values if key.startswith(f"{LOADER}.")]
     if run.settled("data.train", *(key for key in inside if key != f"{LOADER}.shuffle")):
         return
@@ -213,10 +215,7 @@ def _tokenizer(run: Conversion) -> None:
 
 
 def _rows(run: Conversion, *, indexed: bool) -> None:
-    """Convert the length of a row and packing.
-
-    indexed: whether the data are Megatron indices.
-    """
+    """Convert the length of a row and packing. indexed: whether the data are Megatron indices."""
     lengths = (
         f"{CONFIG}.seq_length",
         f"{PACKING}.seq_length",

@@ -46,10 +46,8 @@ class TheirDegrees:
         return self.data * self.tensor * self.context * self.stages
 
     def told(self, batch: int, micro: int) -> str:
-        """Return the layout as a phrase.
-
-        batch: rows per optimizer step. micro: rows per micro-batch.
-        """
+        """Return the layout as a phrase. batch: rows per optimizer step. micro: rows per
+        micro-batch."""
         names = {"data": self.data, "tensor": self.tensor, "context": self.context}
         shown = [f"{name} {degree}" for name, degree in names.items() if degree > 1]
         shown += [f"{self.stages} stages"] * (self.stages > 1)
@@ -268,7 +266,7 @@ def their_errors(run: Conversion, degrees: TheirDegrees) -> None:
 def _devices(run: Conversion, degrees: TheirDegrees) -> Wrong:
     for key in run.theirs.values:
         if len(re.split(r"(?<!\\)\.", key)) > DEEPEST:
-            yield key, f"stands deeper than {DEEPEST} blocks", "write it further out"
+            yield key, f"is nested deeper than {DEEPEST} blocks", "write it further out"
     key = "parallel.device_num"
     if run.written(key) and not degrees.alone and run.whole(key) != degrees.product:
         what = f"is {run.value(key)}, and the degrees multiply to {degrees.product}"

@@ -41,7 +41,9 @@ class Theirs:
     tool: Tool
 
     def has_block(self, path: str) -> bool:
-        """Return whether a block with this path is present."""
+        """Return whether a block with this path is present, with anything in it beside null."""
+        if (found := self.values.get(path)) is not None and found.value is None:
+            return False
         return any(key == path or key.startswith((f"{path}.", f"{path}[")) for key in self.values)
 
     def block(self, path: str) -> dict[str, Any]:
@@ -99,7 +101,8 @@ def which_tool(file: Path, tree: Tree) -> Tool:
     if tool is None:
         names = ", ".join(name for name, one in TOOLS.items() if one.converts)
         what = "has the keys of no tool that is known here"
-        raise _wrong(file, what, f"add --from and one of {names}")
+        remedy = f"add --from and one of {names}; for any other tool begin with a shipped recipe"
+        raise _wrong(file, what, remedy)
     return tool
 
 
@@ -144,7 +147,8 @@ def read_tree(file: Path, above: tuple[Path, ...] = ()) -> Tree:
     if problems or tree is None:
         raise RecipeError(problems)
     if not isinstance(tree.value, dict):
-        raise _wrong(file, "is not a mapping of keys", "name a configuration in YAML")
+        remedy = "name a configuration in YAML; docs/coming-from.md has Megatron-LM's arguments"
+        raise _wrong(file, "is not a mapping of keys", remedy)
     base = tree.value.get("base_config")
     if base is None or not isinstance(base.value, str) or not base.value:
         return tree

@@ -100,10 +100,7 @@ def context(run: Conversion, key: str, degree: int, megatron: str, *keys: str | 
 
 
 def updates(run: Conversion, warm_up: Callable[[Conversion], None] | None = None) -> None:
-    """Convert the length of the run, its optimizer, and its schedule.
-
-    warm_up: as in `schedule`.
-    """
+    """Convert the length of the run, its optimizer, and its schedule. warm_up: as in `schedule`."""
     length(run)
     optimizer(run)
     schedule(run, warm_up)
@@ -242,10 +239,7 @@ def warmup(run: Conversion) -> None:
 
 
 def precision(run: Conversion, half: str = "bf16", default: str = "float32") -> None:
-    """Convert the compute dtype.
-
-    default: if no argument sets it.
-    """
+    """Convert the compute dtype. default: if no argument sets it."""
     if "model.dtype" in run.given:
         return
     asks = run.value(half)
@@ -305,6 +299,9 @@ def saving(run: Conversion, *, steps_win: bool = False) -> None:
         run.told(f"{strategy} is {kind}", every)
     else:
         run.refuse(strategy, f"is {short(kind)}", "write steps, epoch or no")
+    if not run.written("save_total_limit"):
+        say = "save_total_limit is left out, and theirs keeps all: write how many to keep"
+        run.put("checkpoint.keep_last", 2, why=say)
     resume = run.value("resume_from_checkpoint")
     if resume is True or resume == "auto":
         run.put("checkpoint.resume", "auto", "resume_from_checkpoint")
@@ -396,10 +393,7 @@ def held_out(run: Conversion, key: str, *, whole: bool = True, beside: bool = Fa
 def weighted(
     run: Conversion, sources: list[dict[str, Any]], weights: list[Any], *keys: str
 ) -> None:
-    """Convert how often each source is taken.
-
-    keys: the tool's keys for it.
-    """
+    """Convert how often each source is taken. keys: the tool's keys for it."""
     for source, weight in zip(sources, weights, strict=True):
         source["weight"] = weight
     run.told("here each source's weight: shares of tokens here, of samples there", *keys)
@@ -453,20 +447,16 @@ def adapter(run: Conversion, targets: str, *, default: Any = None) -> None:
 
 
 def adapter_defaults(run: Conversion, *rows: tuple[str, str, float]) -> None:
-    """Write the tool's defaults for omitted keys of an adapter.
-
-    rows: our key, the tool's key, and its default.
-    """
+    """Write the tool's defaults for omitted keys of an adapter. rows: our key, the tool's key, and
+    its default."""
     for name, key, default in rows:
         if not run.written(key):
             run.outcome.values[f"model.adapter.{name}"] = default
 
 
 def named_adapter(run: Conversion, targets: str, every: str) -> None:
-    """Convert the projections that LoRA adapts, which the tool requires.
-
-    every: the word for all of them.
-    """
+    """Convert the projections that LoRA adapts, which the tool requires. every: the word for all of
+    them."""
     if run.written(targets):
         adapter(run, targets)
     elif "model.adapter.target_modules" not in run.given:
@@ -490,10 +480,7 @@ def model_named(run: Conversion, key: str) -> None:
 
 
 def packing(run: Conversion, packs: bool, *keys: str, more: str = "") -> None:
-    """Convert packing.
-
-    more: a further remark.
-    """
+    """Convert packing. more: a further remark."""
     say = f"documents of a row never see one another{more}" if packs else "each sample is a row"
     run.put("data.packing", "best_fit" if packs else "none", *keys, say=say)
 

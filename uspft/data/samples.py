@@ -33,10 +33,7 @@ class Origin(NamedTuple):
     """The index in a JSON array, counted from 1; 0 elsewhere."""
 
     def place(self, shown: str) -> str:
-        """Return the place as messages name it.
-
-        shown: the file's or split's name.
-        """
+        """Return the place as messages name it. shown: the file's or split's name."""
         return place(shown, self.line, self.number)
 
 

@@ -6,7 +6,6 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from uspft.config.deepspeed_fields import elements
-from uspft.config.strategies import strategies_of
 
 if TYPE_CHECKING:
     from uspft.config import Recipe
@@ -23,16 +22,6 @@ def micro_batches(recipe: Recipe, layout: Layout) -> int:
     """
     rows = recipe.training.micro_batch_size * layout.data
     return math.ceil(recipe.training.global_batch_size / rows)
-
-
-def most_passes(recipe: Recipe, layout: Layout) -> int:
-    """Return the most micro-batches that a rank has in a step.
-
-    layout: that of the recipe, or with strategies that of the longest rows.
-    """
-    if strategies_of(recipe):  # a row has at least one sample
-        return recipe.training.global_batch_size
-    return micro_batches(recipe, layout)
 
 
 def deepspeed_config(

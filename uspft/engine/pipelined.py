@@ -20,36 +20,38 @@ from torch import Tensor
 from uspft.engine.mail import TIE, Lines, Mail, PipelineMessage
 from uspft.engine.quarantine import begin_accumulation, leaves_out_unreached
 from uspft.engine.replicas import TiedTable
-from uspft.model.staged import StagedModel, stage_of
+from uspft.model.staged import StagedModel
+from uspft.parameters.names import stage_of
 from uspft.pipeline.schedules import Action, Schedule, forward_alone, forward_and_backward
 from uspft.sequence.kept_keys import RowKeys
 
 if TYPE_CHECKING:
     from uspft.batch import Batch
     from uspft.engine.zero import ZeroEngine
-    from uspft.mesh import Groups, Mesh
+    from uspft.mesh import Groups
     from uspft.model.causal import CausalModel
     from uspft.objective import Objective, Scales
     from uspft.parameters.shards import Holders
     from uspft.pipeline.stages import Stages
+    from uspft.world import World
 
 
 def pipelined(
     parts: CausalModel,
     objective: Objective,
-    stages: Stages,
-    mesh: Mesh,
-    schedule: Schedule,
+    world: World,
     groups: Groups,
-    device: torch.device,
     holders: Holders | None = None,
 ) -> tuple[StagedModel, Pipeline]:
     """Return this rank's stages as a module, and the runner of its pipeline; collective.
 
-    groups: the process groups of this process. device: where the engine will run the module; its
-    parameters may still be elsewhere. holders: of tied embeddings, of which the last stage has a
-    copy; None if the last stage stores the table itself, as under `switching: move`.
+    world: the layout with these stages, on the device where the engine will run the module; its
+    parameters may still be elsewhere. groups: the process groups of this process. holders: of tied
+    embeddings, of which the last stage has a copy; None if the last stage stores the table itself,
+    as under `switching: move`.
     """
+    stages, mesh, device = world.stages, world.mesh, world.device
+    assert stages
     group = mesh.pipeline
     module = StagedModel(parts, objective, stages, group.index)
     named, table = module.named(), parts.model.get_input_embeddings().weight
@@ -69,7 +71,7 @@ def pipelined(
         tied = TiedTable(table, size, lines, parts.model.dtype, device)
         if tied.copy is not None:
             module.copy_head(tied.copy)
-    return module, Pipeline(module, stages, schedule, lines, tied, first)
+    return module, Pipeline(module, stages, world.schedule, lines, tied, first)
 
 
 class _Given(torch.autograd.Function):
@@ -212,10 +214,7 @@ class Pipeline:
         *,
         last: bool,
     ) -> None:
-        """Run the backward of an action.
-
-        last: whether it is this rank's last one in the step.
-        """
+        """Run the backward of an action. last: whether it is this rank's last one in the step."""
         stage = action.stage
         if stage == self._stages.count - 1:
             loss = made.sum()

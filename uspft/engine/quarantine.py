@@ -91,11 +91,8 @@ def sum_norm_once(optimizer: Any, stage: int, group: Group, device: torch.device
             reduce(tensor=tensor, op=op)
 
     def over_model(norms: list[torch.Tensor]) -> torch.Tensor:
-        """Return the norm over all ranks of the group.
-
-        norms: this rank's; DeepSpeed writes −1 for one that is not finite, for which inf is
-        returned.
-        """
+        """Return the norm over all ranks of the group. norms: this rank's; DeepSpeed writes −1 for
+        one that is not finite, for which inf is returned."""
         every = torch.stack([norm.float().reshape(()) for norm in norms])
         here = torch.where(every < 0, torch.inf, every).square().sum()
         squares = here.to(device)

@@ -16,6 +16,7 @@ range: deepspeed >= 0.19, < 0.20. tests/parity/test_holders.py fails when upstre
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import deepspeed
@@ -49,30 +50,24 @@ class Replicas:
         self._shards = shards = holders.shards
         self._hooks: list[Any] = []
         for name, parameter in named.items():
-            if counting.norm_group(holders).size > 1 and counting.is_counted(
-                shards, name, holders.rank
-            ):
-                parameter.model_parallel = True  # type: ignore[attr-defined]
             same = counting.summed_over(holders, name)
             several = bool(shards.splits) and not counting.makes_pieces(
                 shards, name, splits_tokens=False
             )
             if parameter.requires_grad and (same or several):
-                hook = self._hook(name, same)
+                hook = partial(self._count_once, name, same)
                 self._hooks.append(parameter.register_hook(hook))
+            if holders.model.size > 1 and counting.is_counted(shards, name, holders.rank):
+                parameter.model_parallel = True  # type: ignore[attr-defined]
 
-    def _hook(self, name: str, same: Group | None) -> Any:
-        """Return the hook of a parameter. same: the ranks over which its gradient is summed."""
-
-        def count_once(gradient: Tensor) -> Tensor:
-            assert self.world
-            rows, layout = self.world.tensor, self.world.layout
-            splits_tokens = rows.splits_tokens or layout.is_mesh
-            over = counting.divisor(self._shards, name, rows.degree, splits_tokens=splits_tokens)
-            gradient = gradient / over if over > 1 else gradient
-            return sum_over(gradient.clone(), same, "tensor") if same else gradient
-
-        return count_once
+    def _count_once(self, name: str, same: Group | None, gradient: Tensor) -> Tensor:
+        """Return a parameter's gradient summed over `same`, such that it counts once."""
+        assert self.world
+        rows, layout = self.world.tensor, self.world.layout
+        splits_tokens = rows.splits_tokens or layout.is_mesh
+        over = counting.divisor(self._shards, name, rows.degree, splits_tokens=splits_tokens)
+        gradient = gradient / over if over > 1 else gradient
+        return sum_over(gradient.clone(), same, "tensor") if same else gradient
 
     def close(self) -> None:
         """Remove the hooks."""
@@ -87,7 +82,7 @@ class Mpu:
     """
 
     def __init__(self, holders: Holders) -> None:
-        self._model, self._zero = counting.norm_group(holders), holders.zero
+        self._model, self._zero = holders.model, holders.zero
 
     def get_model_parallel_rank(self) -> int:
         return self._model.index
@@ -115,7 +110,7 @@ def mpu_of(holders: Holders) -> Mpu | None:
     """Return the mpu for DeepSpeed; None if every rank holds all parameters except experts: then
     DeepSpeed uses its own group of all ranks.
     """
-    return Mpu(holders) if counting.norm_group(holders).size > 1 else None
+    return Mpu(holders) if holders.model.size > 1 else None
 
 
 _TABLES = (

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from uspft.comm import largest, total
-from uspft.parameters.part import Part, as_slices
+from uspft.tensor.parts import Part, as_slices
 
 if TYPE_CHECKING:
     from uspft.config.recipe import OptimizerBlock

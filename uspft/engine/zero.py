@@ -48,7 +48,7 @@ from uspft.engine.step import (
     StageRunner,
     in_turn,
 )
-from uspft.model.adapter import adapters
+from uspft.model.adapter import ParameterAdapter
 from uspft.model.head_groups import WHOLE
 from uspft.model.tiles import Tiled
 from uspft.parameters import counting
@@ -94,45 +94,42 @@ class ZeroEngine(Engine):
         passes: int,
         pipeline: StageRunner | None = None,
     ) -> None:
-        """Build the engine.
-
-        passes: micro-batches per step, or the most if steps differ. pipeline: the runner of the
-        module's stages, if it has only some.
-        """
+        """Build the engine. passes: micro-batches per step, or the most if steps differ. pipeline:
+        the runner of the module's stages, if it has only some."""
+        _gather_at_once(module)  # type: ignore[arg-type]
+        together = _together(module)  # type: ignore[arg-type]
         self.module, self.holders, self.device = module, holders, device
-        self.averaged = counting.averaged(holders)
+        self.averaged = holders.zero.size  # parameters/counting.py
         self.stage: int = recipe.deepspeed.zero_optimization.get("stage", 1)
         self._pipeline = pipeline
         self.named = module.named()
         """Every parameter by its Hugging Face name, stored because traversing the module for each
         lookup would be slow. A parameter of which this rank stores nothing has no elements here."""
-        here = {name: p for name, p in self.named.items() if holders.holds(name)}
+        here = {name: p for name, p in self.named.items() if _elements(p)}
         idle = [pipeline.idle] if pipeline and pipeline.idle is not None else []
         self._parameters = [*here.values(), *idle]
-        self.replicas = Replicas(here, holders)
         optimizer = adamw(*_by_decay(self._parameters), recipe.optimizer)
         self._experts = ExpertSets(here, holders, self.stage)
         self._experts.give_groups(module, optimizer)  # type: ignore[arg-type]
-        _gather_at_once(module)  # type: ignore[arg-type]
+        mpu, self.replicas = mpu_of(holders), Replicas(here, holders)
         trains = [p for p in self._parameters if p.requires_grad]
-        trained = sum(getattr(p, "ds_numel", p.numel()) for p in trains)
+        trained = sum(map(_elements, trains))
         with redirect_stdout(StringIO()):  # it prints memory tables without its logger
             self.deepspeed, *_ = deepspeed.initialize(
                 model=module,
                 optimizer=optimizer,
                 config=deepspeed_config(recipe, holders.zero.size, passes, trained=trained),
-                mpu=mpu_of(holders),
+                mpu=mpu,
             )
         find_fragments_in_turn(self.deepspeed.optimizer)
-        reduce_in_one_order(self.deepspeed.optimizer, _together(module))  # type: ignore[arg-type]
+        reduce_in_one_order(self.deepspeed.optimizer, together)
         whole: Any = self.deepspeed.optimizer
         self.adam = getattr(whole, "optimizer", whole)
         """torch's AdamW, whose states DeepSpeed may store in flat partitions."""
         layout = holders.shards.layout
         parts_of_experts = self.stage == 3 and layout.experts > 1 and layout.tensor > 1
         if self.stage and (layout.pipeline > 1 or parts_of_experts):
-            group = counting.norm_group(holders)
-            sum_norm_once(self.deepspeed.optimizer, self.stage, group, device)
+            sum_norm_once(self.deepspeed.optimizer, self.stage, holders.model, device)
             if self.stage == 3 and layout.pipeline > 1:
                 compare_traces_within(self.deepspeed.optimizer, holders.zero)
         self._most = math.inf
@@ -161,7 +158,7 @@ class ZeroEngine(Engine):
 
     def fragment(self, name: str, kind: str) -> tuple[int, Tensor]:
         parameter: Any = self.named[name]
-        if not getattr(parameter, "ds_numel", parameter.numel()):
+        if not _elements(parameter):
             return 0, parameter.detach().flatten()
         if not parameter.requires_grad:
             if kind != "weight":
@@ -303,10 +300,9 @@ class ZeroEngine(Engine):
             if p.grad is not None and counting.is_counted(holders.shards, name, holders.rank)
         ]
         norm = float(torch.stack(norms).norm()) if norms else 0.0
-        group = counting.norm_group(holders)
-        if group.size == 1:
+        if holders.model.size == 1:
             return norm
-        (squares,) = total([norm * norm], group, self.device)
+        (squares,) = total([norm * norm], holders.model, self.device)
         return math.sqrt(squares)
 
     @contextmanager
@@ -330,6 +326,11 @@ class ZeroEngine(Engine):
         self._experts.close()
 
 
+def _elements(parameter: nn.Parameter) -> int:
+    """Return how many elements a rank's part of a parameter has, partitioned by ZeRO-3 or not."""
+    return int(getattr(parameter, "ds_numel", parameter.numel()))
+
+
 def _gather_at_once(module: nn.Module) -> None:
     """Make ZeRO-3 gather all weights of a tiled module once for all of its tiles, those of
     attention in groups of heads once for all groups, and adapters with their parameters.
@@ -340,7 +341,8 @@ def _gather_at_once(module: nn.Module) -> None:
     """
     for part in module.modules():
         tiled = _in_tiles(part) and any(True for _ in part.children())
-        if tiled or getattr(part, WHOLE, False) or any(adapters(part)):
+        adapted = any(isinstance(one, ParameterAdapter) for one in part.children())
+        if tiled or getattr(part, WHOLE, False) or adapted:
             set_z3_leaf_module(part, True)
 
 

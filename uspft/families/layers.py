@@ -34,10 +34,7 @@ def layer_blocks(
     windows: Sequence[int | None] | None = None,
     experts: Sequence[bool] | None = None,
 ) -> tuple[Blocks, ...]:
-    """Return the blocks of each layer.
-
-    windows, experts: by layer; None: as in the config.
-    """
+    """Return the blocks of each layer. windows, experts: by layer; None: as in the config."""
     windows = layer_windows(shape) if windows is None else windows
     experts, own = experts or expert_layers(shape), shape.layers - shape.borrowers
     return tuple(
@@ -47,10 +44,8 @@ def layer_blocks(
 
 
 def expert_layers(shape: ModelShape) -> tuple[bool, ...]:
-    """Return for each layer whether it has experts rather than a single MLP.
-
-    Fields that transformers does not have for the family are ignored.
-    """
+    """Return for each layer whether it has experts rather than a single MLP. Fields that
+    transformers does not have for the family are ignored."""
     family, every = FAMILIES[shape.model_type], range(shape.layers)
     if not shape.routed or not any(map(shape.full.get, EXPERTS)):
         return (False,) * shape.layers

@@ -374,7 +374,8 @@ def unsupported(
         if mixer or not is_mixed(kind):  # otherwise the model lacks what its type may have
             why, remedy = REFUSED.get(kind, (why, remedy))
         named_types = f"name a model of type {', '.join(FAMILIES)}"
-        return [(named("model_type"), f"model_type `{kind}` {why}", remedy or named_types)]
+        what = f"model_type `{kind}` {why}" if "model_type" in raw else "has no model_type"
+        return [(named("model_type"), what, remedy or named_types)]
     full = {**family.defaults, **raw}
     findings = _windows(kind, family, full, named) + _attention(kind, full, named, kernel)
     findings += _noise(full, named) + _router_loss(kind, full, named)
@@ -577,19 +578,15 @@ def _one_form(given: Mapping[str, Any], raw: Mapping[str, Any]) -> dict[str, Any
 
 
 def chosen_experts(full: Mapping[str, Any]) -> tuple[int, int]:
-    """Return (experts that a token uses, experts in a layer); (1, 1) without routing.
-
-    full: as in shared_features.
-    """
+    """Return (experts that a token uses, experts in a layer); (1, 1) without routing. full: as in
+    shared_features."""
     met, every = (next((full[n] for n in names if full.get(n)), 1) for names in (MET, EXPERTS))
     return int(met), int(every)
 
 
 def shared_features(full: Mapping[str, Any]) -> int:
-    """Return the inner features of the experts that every token uses; 0 without such experts.
-
-    full: the config with transformers' defaults.
-    """
+    """Return the inner features of the experts that every token uses; 0 without such experts. full:
+    the config with transformers' defaults."""
     if full.get("enable_moe_block"):  # in addition to an MLP
         return int(full["intermediate_size"])
     number = full.get("n_shared_experts") or full.get("moe_num_shared_experts") or 0

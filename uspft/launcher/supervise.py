@@ -278,8 +278,9 @@ def run_ranks(
             first = started[0]
             terminal = LogOnTerminal(first.log, first.log_start) if ranks.first == 0 else None
             if ranks.hosts.index:
-                last = ranks.first + ranks.count - 1
-                say(f"host {ranks.hosts.index}: ranks {ranks.first} to {last} write to {log_dir}")
+                first_to_last = f"ranks {ranks.first} to {ranks.first + ranks.count - 1} write"
+                which = f"rank {ranks.first} writes" if ranks.count == 1 else first_to_last
+                say(f"host {ranks.hosts.index}: {which} to {log_dir}")
             supervision = Supervision(started, watch, signals, terminal, on_stop)
             code = supervision.follow()
             if restart and supervision.lost and not signals.count:

@@ -23,11 +23,11 @@ from uspft.model.dropout import TokenDropout, token_words
 from uspft.model.halves import StandIn, standing_in
 from uspft.model.recompute import before_each_run
 from uspft.model.tiles import own_tokens
-from uspft.parameters.experts import INPUTS_FIRST, expert_words, is_experts, is_router
+from uspft.parameters.experts import INPUTS_FIRST, SPELLINGS, is_experts, is_router
 from uspft.parameters.fill import generator
 from uspft.parameters.names import ADAPTER, BESIDE, is_adapter, plain_name
-from uspft.parameters.part import Part
 from uspft.parameters.source import Weights
+from uspft.tensor.parts import Part
 
 if TYPE_CHECKING:
     from uspft.config.inputs import AdapterBlock
@@ -124,7 +124,7 @@ def add_lora(model: Any, block: AdapterBlock, seed: int) -> None:
     from peft import inject_adapter_in_model  # takes seconds, needed only with an adapter
     from peft.tuners.lora import LoraLayer
 
-    words = expert_words(model)
+    words = _expert_words(model)
     parameters, names = parameter_targets(model, block, words), targets(model, block, words)
     for parameter in model.parameters():
         parameter.requires_grad_(False)
@@ -175,6 +175,14 @@ def _tell_tokens(
     own = own_tokens(words, bound.world.mesh.columns) if bound.ranks > 1 else words
     for dropout, divided in dropouts:
         dropout.words = words if divided else own
+
+
+def _expert_words(model: Any) -> set[str]:
+    """Return the names of a model's expert matrices, fused or in files; empty without experts."""
+    if not any(is_experts(name) for name, _ in model.named_parameters()):
+        return set()
+    spelling = SPELLINGS.get(model.config.model_type)
+    return {"experts", "gate_up_proj", "down_proj"} | set(spelling[1:] if spelling else ())
 
 
 def targets(model: Any, block: AdapterBlock, words: Collection[str]) -> list[str]:

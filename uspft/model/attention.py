@@ -92,10 +92,7 @@ class Bound:
         return found
 
     def of_layer(self, layer: int) -> Bound:
-        """Return a copy for a layer with a state.
-
-        layer: as in attend.
-        """
+        """Return a copy for a layer with a state. layer: as in attend."""
         found = copy(self)
         found._layer = layer
         return found
@@ -178,10 +175,8 @@ class Bound:
 
     @contextmanager
     def in_tiles(self, *, summed: bool = True) -> Iterator[None]:
-        """Let blocks take a tile of each rank's tokens within the `with` block.
-
-        summed: False skips the sum of outputs, if only gradients are needed.
-        """
+        """Let blocks take a tile of each rank's tokens within the `with` block. summed: False skips
+        the sum of outputs, if only gradients are needed."""
         self._between.summed, self._between.tile = summed, self.ranks > 1
         try:
             yield

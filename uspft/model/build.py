@@ -20,16 +20,15 @@ from uspft.families.shape import key_of_field
 from uspft.families.table import chosen_experts
 from uspft.model.adapter import add_lora
 from uspft.model.attention import NAME
-from uspft.model.hf_config import refused_field
+from uspft.model.hf_config import FITTING, model_config, source_of
 from uspft.model.linear import bind_linear_layers
 from uspft.parameters.experts import CORRECTION, corrections, is_experts, is_router
 from uspft.parameters.names import plain_name
 from uspft.parameters.source import FolderWeights, WeightsError, table_names
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from uspft.config.inputs import ModelBlock
+    from uspft.config.problems import Finding
 
 CPU = torch.device("cpu")
 
@@ -92,29 +91,66 @@ def parameter_count(
     return sum(counts.values())
 
 
-def require_model(block: ModelBlock, config_of: Callable[[ModelBlock], Any]) -> tuple[Any, Any]:
+def require_model(block: ModelBlock, length_tokens: int, file: Path | None) -> tuple[Any, Any]:
     """Return the config of a recipe's model, and the model on the meta device.
 
-    config_of: returns the config. Raises Fault, naming the field if it is known, where transformers
-    cannot build the model, and where a router loss is requested for a model without routers.
+    length_tokens, file: as of `model_config`. Raises Fault, naming the field if it is known, where
+    transformers cannot read the config or build the model, for overrides that do not fit, and where
+    a router loss is requested for a model without routers.
     """
-    config, key = config_of(block), key_of_field(block)
+
+    def read(block: ModelBlock) -> Any:
+        return model_config(block, length_tokens, file)
+
+    def make(block: ModelBlock) -> Any:
+        return empty_model(read(block), getattr(torch, block.dtype))
+
+    key = key_of_field(block)
+    try:
+        config = read(block)
+    except Fault:
+        raise
+    except Exception as error:  # transformers raises no type of its own
+        source = source_of(block, file)
+        named = key if isinstance(source, dict) else source
+        what = f"transformers cannot read the config of `{named}`: {said(error)}"
+        whole = (key, what, "mend its config.json, or name another")
+        raise Fault([_refused_field(block, read, said(error)) or whole]) from error
     try:
         model = empty_model(config, config.dtype)
     except Exception as error:  # transformers raises no type of its own for a bad field
         why = f"{type(error).__name__}: {said(error)}"
         what = f"transformers cannot make a model of this config: {why}"
         whole = (key, what, "mend its config.json or model.overrides")
-
-        def make(other: ModelBlock) -> Any:
-            return empty_model(config_of(other), config.dtype)
-
-        one = refused_field(block, make, f"transformers cannot make a model of it: {why}")
+        one = _refused_field(block, make, f"transformers cannot make a model of it: {why}")
         raise Fault([one or whole]) from error
     if getattr(config, "output_router_logits", False) and not any(map(is_router, model.modules())):
         what = "output_router_logits is true, and no layer of this config has experts"
         raise Fault([(key, what, "write model.overrides.output_router_logits: false")])
     return config, model
+
+
+def _refused_field(
+    block: ModelBlock, make: Callable[[ModelBlock], object], why: str
+) -> Finding | None:
+    """Return the finding for the single field, in overrides or in model.config, without which
+    `make` succeeds; None if there is none.
+
+    why: the error of `make`.
+    """
+    for place in ("overrides", "config"):
+        written = getattr(block, place)
+        for field in written if isinstance(written, dict) else ():
+            others = {key: value for key, value in written.items() if key != field}
+            try:
+                make(block.model_copy(update={place: others}))
+            except Fault:  # it was read, and an override does not fit
+                pass
+            except Exception:  # transformers raises no type of its own
+                continue
+            what = f"cannot be `{written[field]}`: {why}"
+            return key_of_field(block, field), what, FITTING
+    return None
 
 
 def require_fit(model: Any, folder: Path, *, grows: bool = False) -> None:
@@ -170,7 +206,7 @@ def choose_trained(model: Any, block: ModelBlock, seed: int) -> None:
             parameter.requires_grad_(False)
         if not found:
             findings.append((f"model.freeze[{number}]", *_not_found(expression, model, trained)))
-    if not findings and not trained_parameters(model):
+    if not findings and not any(one.requires_grad for one in trained.values()):
         findings.append(("model.freeze", "leaves nothing to train", "freeze less"))
     if findings:
         raise Fault(findings)

@@ -13,7 +13,7 @@ of a projection on this rank.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from itertools import pairwise
@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
+from uspft.families.projections import ROWS, Projection
 from uspft.model.divided import PartLinear
 from uspft.model.dropout import dropouts_in
 from uspft.model.halves import (
@@ -44,8 +45,8 @@ class LayerInCopies:
     """A replacement of a layer's forward that runs its tokens in as many copies as the call has;
     with one, the layer runs unchanged."""
 
-    def __init__(self, layer: Any, columns: Sequence[str], last: str, call: Call) -> None:
-        """columns: the names of attention's projections in; last: of the one out.
+    def __init__(self, layer: Any, table: Mapping[str, Projection], call: Call) -> None:
+        """table: how the projections of the model's family are split.
 
         Raises RuntimeError for a layer that is not two halves with their residuals.
         """
@@ -53,7 +54,12 @@ class LayerInCopies:
         if halves is None:
             raise RuntimeError(f"fine_grain_interleave: {type(layer).__name__} is not two halves")
         self._layer, self._call, self._halves = layer, call, halves
-        self._columns, self._last = columns, last
+        named = ((*name.rpartition(".")[::2], found) for name, found in table.items())
+        own = {last: of.dim for at, last, of in named if at == "self_attn" and "norm" not in last}
+        there = {name: dim for name, dim in own.items() if hasattr(layer.self_attn, name)}
+        (self._last,) = (name for name, dim in there.items() if dim == ROWS)
+        """The name of attention's projection out; `_columns` are those in."""
+        self._columns = [name for name in there if name != self._last]
         self._products = [m for m in layer.modules() if isinstance(m, PartLinear)]
         self._dropouts = dropouts_in(layer)
 

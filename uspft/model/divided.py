@@ -7,6 +7,8 @@ that no part of it is saved for the backward, which cuts the part again.
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from uspft.families.projections import COLUMNS, ROWS
+from uspft.families.projections import COLUMNS, KV, ROWS, Projection
+from uspft.model.dropout import dropouts_in
 from uspft.parameters.shards import used_of_stored, used_ranges
 from uspft.tensor.parts import Range, Used, cut, put_back
 from uspft.tensor.sums import Maker, summed, whole_head
@@ -262,7 +265,10 @@ def use_part(module: nn.Module, name: str, split: MatrixSplit, call: Call) -> No
             return found
         held = self._parameters[name]
         assert held is not None
-        return cut(held, call.used(split)[:1]) if hasattr(call, "bound") else held
+        if not hasattr(call, "bound"):
+            return held
+        used = call.used(split)[:1]
+        return cut(held, used)
 
     kind = type(module)
     own = {name: property(read), "__module__": kind.__module__}
@@ -303,6 +309,68 @@ class FusedHeads:
         q_Tn, kv_T2n = out[0, :, :queries], out[0, :, queries:].unflatten(-1, (2, -1))
         kv_T2D = whole_head(kv_T2n, makers, group)
         return torch.cat([q_Tn, kv_T2D.flatten(1)], -1)[None]
+
+
+def divide_module(
+    owner: nn.Module,
+    named: tuple[str, str],
+    projection: Projection,
+    splits: Mapping[int, MatrixSplit],
+    call: Call,
+) -> None:
+    """Make a projection or a norm inside a block compute with the part that a call uses.
+
+    named: the names of the block and of the module in it. splits: by a module's id.
+    """
+    block, last = named
+    module: Any = getattr(owner, last, None)
+    split = splits.get(id(module))
+    if split is None:  # whole on each rank, or not in this layer
+        return
+    if "norm" in last:
+        setattr(owner, last, SplitNorm(module, split, call))
+        return
+    _divide(owner, last, splits, call)
+    if projection.dim == ROWS:
+        call.dropouts += [(dropout, split) for dropout in dropouts_in(module)]
+        enter_and_leave(owner, last, block, call)
+    elif len(projection.blocks) > 1 and KV in projection.blocks:
+        share_heads(owner, last, split, call)
+
+
+def _divide(owner: nn.Module, name: str, splits: Mapping[int, MatrixSplit], call: Call) -> None:
+    """Make a projection, and A and B of its adapter, compute with the parts that a call uses.
+
+    splits: by a module's id.
+    """
+    for path, module in list(owner.get_submodule(name).named_modules(prefix=name)):
+        if isinstance(module, nn.Linear) and id(module) in splits:
+            parent, _, last = path.rpartition(".")
+            part = PartLinear(module, splits[id(module)], call)
+            setattr(owner.get_submodule(parent), last, part)
+
+
+def enter_and_leave(owner: nn.Module, last: str, block: str, call: Call) -> None:
+    """Register the hooks that gather a block's input, and sum the output of its last projection.
+
+    last: that projection's name. block: the block's.
+    """
+    owner.register_forward_pre_hook(call.enter, with_kwargs=True)
+    # An MLP may run in tiles, so its sum comes after the whole block.
+    end = owner if block.startswith("mlp") else owner.get_submodule(last)
+    end.register_forward_hook(call.leave)
+
+
+def share_heads(attention: Any, name: str, split: MatrixSplit, call: Call) -> None:
+    """Make an attention that cuts its fused projection by the config's numbers of heads use this
+    rank's numbers.
+
+    name: of the projection, whose hooks must be registered last. split: of its rows.
+    """
+    attention.config = copy.copy(attention.config)  # transformers' own is the whole model's
+    heads = FusedHeads(attention, split, call)
+    attention.register_forward_pre_hook(heads.count)
+    attention.get_submodule(name).register_forward_hook(heads.complete)
 
 
 class _PartProduct(torch.autograd.Function):

@@ -76,7 +76,7 @@ class TokenDropout(nn.Module):
         self._features: dict[tuple[Ranges, torch.device], tuple[Tensor, slice | Tensor]] = {}
         self.words: Tensor | None = None
         self.ranges: Ranges | None = None
-        """The features that x has of all, where a rank has some of them; None: x has all."""
+        """The ranges of features in x, if features are split over ranks; None: x has all."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x [1, T, d], or [T, d] from blocks of experts, with features dropped in training,

@@ -16,6 +16,7 @@ of a matrix, E experts on this rank.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -25,20 +26,16 @@ from torch.nn.functional import grouped_mm, pad
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from uspft.comm import Group, all_to_all, with_backward
-from uspft.model.adapter import ParameterAdapter, adapters, as_side, weight_of
+from uspft.model.adapter import ParameterAdapter, as_side, weight_of
 from uspft.model.divided import Call, wide
-from uspft.model.recompute import before_each_run
 from uspft.model.tiles import with_gradient
 from uspft.parameters.experts import is_experts
-from uspft.parameters.names import BESIDE, plain_name
+from uspft.parameters.names import BESIDE, is_adapter, plain_name
 from uspft.parameters.shards import MatrixSplit
 from uspft.tensor.parts import Used, cut, put_back
 
 if TYPE_CHECKING:
     from uspft.parameters.shards import Holders
-
-ExpertSplits = dict[str, MatrixSplit | None]
-"""The split of each parameter, by its name; None if every rank holds all of it."""
 
 
 def expert_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -48,31 +45,32 @@ def expert_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
             yield name, module
 
 
-def over_tensor_ranks(model: nn.Module) -> ExpertSplits:
-    """Return how tensor ranks divide the parameters of all experts, and of their adapters."""
-    found: ExpertSplits = {}
-    for name, own, module, (adapter, side) in _parameters(model):
-        split = by_features(module, own, getattr(module, own).shape)
-        found[name] = _of_adapter(adapter, side, split) if adapter else split
-    return found
+ExpertSplits = dict[str, MatrixSplit | None]
+"""The split of each parameter, by its name; None if every rank holds all of it."""
 
 
-def _parameters(
-    model: nn.Module,
-) -> Iterator[tuple[str, str, Any, tuple[ParameterAdapter | None, str]]]:
-    """Yield (name in files, name in the module, module, (adapter, side)) for each parameter of
-    experts and for each matrix of their adapters.
-
-    For the experts' own parameters (adapter, side) is (None, ""); for an adapter's matrix side is
-    "A" or "B", and the name in the module is the adapted parameter's.
-    """
+def splits_of_experts(model: nn.Module) -> tuple[ExpertSplits, dict[str, MatrixSplit]]:
+    """Return how tensor ranks, and how expert parallel ranks, divide the parameters of all experts
+    and of their adapters, by their names in files; of the latter rank i has the i-th part."""
+    over_tensor, over_experts = ExpertSplits(), dict[str, MatrixSplit]()
     for path, module in expert_modules(model):
-        for own, _ in module.named_parameters(recurse=False):
-            yield plain_name(f"{path}.{own}"), own, module, (None, "")
-        for own, adapter in adapters(module):
-            for side in "AB":
-                name = plain_name(f"{path}.{own}{BESIDE}.lora_{side}.weight")
-                yield name, own, module, (adapter, side)
+        for inside, _ in module.named_parameters():
+            own, _, side = inside.partition(f"{BESIDE}.lora_")
+            name, held = plain_name(f"{path}.{inside}"), getattr(module, own)
+            experts, split = len(held), by_features(module, own, held.shape)
+            if side:
+                adapter = getattr(module, own + BESIDE)
+                over_tensor[name] = _of_adapter(adapter, side[0], split)
+                rank = adapter.rank  # which varies fastest in A, and the expert in B
+                if side[0] == "A":
+                    over = MatrixSplit(0, (experts * rank,), (experts,), in_order=True)
+                else:
+                    over = MatrixSplit(1, (experts,) * rank, in_order=True)
+            else:
+                over_tensor[name] = split
+                over = MatrixSplit(0, (experts,), in_order=True)
+            over_experts[name] = over
+    return over_tensor, over_experts
 
 
 def by_features(module: Any, name: str, shape: tuple[int, ...]) -> MatrixSplit:
@@ -101,20 +99,6 @@ def _of_adapter(adapter: ParameterAdapter, side: str, split: MatrixSplit) -> Mat
     return MatrixSplit(0 if gives else 1, split.stacked, split.units)
 
 
-def over_experts(model: nn.Module) -> dict[str, MatrixSplit]:
-    """Return how expert parallel ranks divide the parameters of all experts and of their adapters,
-    by name; rank i has the i-th part."""
-    found: dict[str, MatrixSplit] = {}
-    for name, own, module, (adapter, side) in _parameters(model):
-        experts, rank = len(getattr(module, own)), adapter.rank if adapter else 1
-        if side == "B":
-            found[name] = MatrixSplit(1, (experts,) * rank, in_order=True)
-        else:
-            units = (experts,) if adapter else ()
-            found[name] = MatrixSplit(0, (experts * rank,), units, in_order=True)
-    return found
-
-
 class ExpertParts:
     """The parts of its experts' parameters that a call of a layer uses, if tensor ranks divide
     them."""
@@ -139,11 +123,16 @@ class ExpertParts:
         features: o.
         """
         name = f"{name}_bias"
-        found = cut(getattr(module, name), self.used(name))[expert_p]
+        used = self.used(name)
+        found = cut(getattr(module, name), used)[expert_p]
         if (missing := features - found.shape[1]) == 0:
             return found
         ((first, _),) = self.call.ranges(self._splits[name])
         return pad(found, (first, missing - first))
+
+
+WHOLE = ExpertParts({}, Call(None))
+"""All of each expert, where no tensor rank divides them."""
 
 
 def computed(
@@ -366,27 +355,28 @@ Compute = Callable[[Tensor, Tensor, Tensor], Tensor]
 router weights [r, k]; returns the weighted sum over this rank's experts, [r, d]."""
 
 
-def spread_experts(model: nn.Module, holders: Holders, *, moves: bool = False) -> None:
+def spread_experts(model: nn.Module, holders: Holders, calls: Sequence[Call]) -> None:
     """Make a model, loaded with this rank's experts, compute with those of all ranks.
 
-    moves: whether weights move between layouts, so that a rank always stores what a call uses.
+    calls: each layer's current call, where tensor ranks divide matrices.
     """
     shards, group = holders.shards, holders.experts
     layers: Any = model.base_model.layers  # type: ignore[union-attr]
-    calls = {id(one): layer for layer in layers for one in layer.modules()}
+    call_of = {
+        id(one): call for layer, call in zip(layers, calls, strict=False) for one in layer.modules()
+    }
     for name, module in expert_modules(model):
         # ZeRO-3 gathers router and experts as one module, whose gradients it takes as complete when
         # the gradient of the module's input is computed.
         model.get_submodule(name.rpartition(".")[0]).register_forward_pre_hook(with_gradient)
         named = {own: plain_name(f"{name}.{own}") for own, _ in module.named_parameters()}
         splits = {own: shards.splits[one] for own, one in named.items() if one in shards.splits}
-        if group.size == 1 and not splits and not any(adapters(module)):
+        if group.size == 1 and not splits and not any(map(is_adapter, named.values())):
             continue
-        call = Call(None if moves else shards.layout)
-        before_each_run(calls[id(module)], call.begin)
         module.config._experts_implementation = NAME
         module.num_experts //= group.size
-        module.uspft = HeldExperts(module, group, ExpertParts(splits, call))
+        parts = ExpertParts(splits, call_of[id(module)]) if splits else WHOLE
+        module.uspft = HeldExperts(module, group, parts)
 
 
 class HeldExperts:
@@ -396,7 +386,7 @@ class HeldExperts:
         """group: the expert parallel ranks. parts: which part of each expert is here."""
         if not module.has_gate or module.has_post_expert_norm:
             raise RuntimeError(f"{type(module).__name__} are experts of a kind that uspft lacks")
-        self.compute: Compute = lambda *rows: computed(module, parts, *rows)
+        self.compute: Compute = partial(computed, module, parts)
         """The function that computes this rank's experts; callers may replace it by one that splits
         rows into tiles."""
         self._parts, self._group, self._number = parts, group, module.num_experts

@@ -15,15 +15,22 @@ from torch.func import functional_call
 
 from uspft.families.projections import COLUMNS, KV, ROWS
 from uspft.families.table import FAMILIES
-from uspft.model.divided import Call, PartLinear, SplitNorm, part_of_product, used_by
+from uspft.model.divided import (
+    Call,
+    PartLinear,
+    SplitNorm,
+    enter_and_leave,
+    part_of_product,
+    share_heads,
+    used_by,
+)
 from uspft.model.dropout import dropouts_in
+from uspft.model.experts import splits_of_experts
 from uspft.model.parallel import (
     by_module,
-    enter_and_leave,
     features_of,
     move_padding,
     names_of_modules,
-    share_heads,
     splits_of,
     table_of,
 )
@@ -40,19 +47,20 @@ if TYPE_CHECKING:
     from uspft.tensor import MeshAlgorithm
 
 
-def split_model(model: Any, holders: Holders) -> None:
+def split_model(model: Any, holders: Holders) -> list[Call]:
     """Replace the modules of a model, loaded with this rank's shards, by modules that compute with
-    them.
+    them; return each layer's current call.
 
-    It must then be called with the world of its rows, which may be on a mesh or use Megatron's
-    split, if ranks store enough for both.
+    The model must then be called with the world of its rows, which may be on a mesh or use
+    Megatron's split, if ranks store enough for both.
     """
     shards, config, base = holders.shards, model.config, model.base_model
     held, names = shards.layout, names_of_modules(model)
     model.parameter_names = {
         id(parameter): plain_name(name) for name, parameter in model.named_parameters()
     }
-    every = splits_of(model, on_mesh=True)  # what ranks store need not be split like that
+    of_experts, _ = splits_of_experts(model)
+    every = splits_of(model, of_experts, on_mesh=True)  # what is stored may differ
     columns, rows = by_module(names, every.columns), by_module(names, every.rows)
     biases = {id_: every.columns.get(f"{name}.bias") for id_, name in names.items()}
     splits = {
@@ -65,8 +73,8 @@ def split_model(model: Any, holders: Holders) -> None:
     base.register_forward_pre_hook(call.begin, with_kwargs=True)
     base.norm = SplitNorm(base.norm, columns[id(base.norm)], call, added)
     model.set_input_embeddings(SplitEmbedding(model.get_input_embeddings(), config, held))
-    for layer in base.layers:
-        call = Call(held)
+    calls = [Call(held) for _ in base.layers]
+    for layer, call in zip(base.layers, calls, strict=True):
         before_each_run(layer, call.begin)
         for name, norm in [*layer.named_children()]:
             if "norm" in name:
@@ -86,6 +94,7 @@ def split_model(model: Any, holders: Holders) -> None:
                 enter_and_leave(owner, last, block, call)
             elif len(found.blocks) > 1 and KV in found.blocks:
                 share_heads(owner, last, split, call)
+    return calls
 
 
 class ProjectionSplits(NamedTuple):
@@ -151,10 +160,7 @@ def products(bound: Bound) -> MeshAlgorithm:
 
 def whole_table(weight: Tensor, bound: Bound, config: Any, held: Layout | None) -> Tensor:
     """Return an embedding's or a head's weight with all features, for those rows (tokens) that a
-    call on a mesh uses; differentiable.
-
-    held: as in used_by.
-    """
+    call on a mesh uses; differentiable. held: as in used_by."""
     tokens, features = MatrixSplit(COLUMNS, (config.vocab_size,)), features_of(config, ROWS)
     used = used_by(bound, held, tokens, features)
     return products(bound).whole(cut(weight, used), bound.world.mesh)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,10 +10,9 @@ import torch
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedConfig
 
 from uspft.config.messages import closest
-from uspft.config.problems import Fault, Finding, said
+from uspft.config.problems import Fault, said
 from uspft.families.by_layer import FIELDS, one_form
 from uspft.families.multimodal import language_model
-from uspft.families.shape import key_of_field
 from uspft.families.table import FAMILIES, NO_KEYS, dequantises
 from uspft.sequence import Heads
 
@@ -34,23 +33,11 @@ def model_config(block: ModelBlock, length_tokens: int, file: Path | None = None
     """Return the config of a folder or config.json, with the recipe's overrides and rope scaling.
 
     length_tokens: the length of a row, for which rotary positions that depend on it are fixed.
-    file: where the config is, if not where the recipe says. Raises Fault for a config that
-    transformers cannot read, and for each override that does not fit it.
+    file: where the config is, if not where the recipe says. Raises Fault for each override that
+    does not fit the config, and what transformers raises for one that it cannot read.
     """
-    key = key_of_field(block)
-    place = file or block.config or Path(block.name_or_path or "")
-
-    def read(block: ModelBlock) -> tuple[Any, Collection[str]]:
-        return _read(block.config if isinstance(block.config, dict) else place, block.overrides)
-
-    try:
-        config, known = read(block)
-    except Exception as error:  # transformers raises no type of its own
-        if finding := refused_field(block, read, said(error)):
-            raise Fault([finding]) from error
-        named = key if isinstance(block.config, dict) else place
-        what = f"transformers cannot read the config of `{named}`: {said(error)}"
-        raise Fault([(key, what, "mend its config.json, or name another")]) from error
+    source = source_of(block, file)
+    config, known = _read(source, block.overrides)
     findings = [
         (f"model.overrides.{field}", *wrong)
         for field, value in block.overrides.items()
@@ -66,6 +53,14 @@ def model_config(block: ModelBlock, length_tokens: int, file: Path | None = None
     settle_positions(config, length_tokens)
     config.dtype = getattr(torch, block.dtype)
     return config
+
+
+def source_of(block: ModelBlock, file: Path | None) -> Path | dict[str, Any]:
+    """Return the contents of a model's config where the recipe has them, or the place of its file,
+    which is `file` if that is known."""
+    if isinstance(block.config, dict):
+        return block.config
+    return file or block.config or Path(block.name_or_path or "")
 
 
 def _read(
@@ -131,10 +126,8 @@ def heads_of_layers(config: Any) -> tuple[Heads, ...]:
 
 
 def heads_of(config: Any) -> Heads:
-    """Return the heads of attention of a model's layers, or of one.
-
-    config: the layer's, if layers have heads of different sizes.
-    """
+    """Return the heads of attention of a model's layers, or of one. config: the layer's, if layers
+    have heads of different sizes."""
     dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return Heads(config.num_attention_heads, config.num_key_value_heads, dim)
 
@@ -167,27 +160,6 @@ def _override(config: Any, field: str, value: Any) -> tuple[str, str] | None:
 
 
 FITTING = "write a value that the field takes"
-
-
-def refused_field(
-    block: ModelBlock, make: Callable[[ModelBlock], object], why: str
-) -> Finding | None:
-    """Return the finding for the single field, in overrides or in model.config, without which
-    `make` succeeds; None if there is none.
-
-    why: the error of `make`.
-    """
-    for place in ("overrides", "config"):
-        written = getattr(block, place)
-        for field in written if isinstance(written, dict) else ():
-            others = {key: value for key, value in written.items() if key != field}
-            try:
-                make(block.model_copy(update={place: others}))
-            except Exception:  # transformers raises no type of its own
-                continue
-            what = f"cannot be `{written[field]}`: {why}"
-            return key_of_field(block, field), what, FITTING
-    return None
 
 
 def attention_of(config: Any) -> str:

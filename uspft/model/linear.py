@@ -252,10 +252,7 @@ def divide_states(layer: Any, call: Call) -> None:
 
 def _count_heads(call: Call, keys: int, values: int, layer: Any, args: Any) -> None:
     """Set the numbers of heads of a layer with a state for a call, before it runs, unless it
-    computes only some heads.
-
-    keys, values: heads of all ranks.
-    """
+    computes only some heads. keys, values: heads of all ranks."""
     if "A_log" in layer.__dict__:
         return
     ((first, stop),) = call.ranges(MatrixSplit(0, (keys,)))

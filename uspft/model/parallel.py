@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import nn
@@ -35,14 +36,13 @@ from uspft.families.projections import (
 )
 from uspft.families.table import FAMILIES, shared_features
 from uspft.model.copies import LayerInCopies
-from uspft.model.divided import Call, FusedHeads, PartLinear, SplitNorm, use_part
-from uspft.model.dropout import dropouts_in
-from uspft.model.experts import over_experts, over_tensor_ranks
+from uspft.model.divided import Call, divide_module, use_part
+from uspft.model.experts import ExpertSplits, splits_of_experts
 from uspft.model.hf_config import heads_of
 from uspft.model.linear import divide_states
 from uspft.model.loss import Vocabulary
 from uspft.model.recompute import before_each_run
-from uspft.parameters.names import places, plain_name
+from uspft.parameters.names import is_table, places, plain_name, ranks_of
 from uspft.parameters.shards import MatrixSplit, Shards, used_of_stored, used_ranges
 from uspft.tensor.parts import part_index, part_range
 
@@ -53,6 +53,25 @@ if TYPE_CHECKING:
 
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 """The number of a layer in the names of its parameters."""
+
+
+def shards_under(
+    model: Any, world: World, *, tensor_of_rows: int = 1, moves: bool = False
+) -> Shards:
+    """Return which ranks store which parts of a model on the meta device under a world's layout.
+
+    tensor_of_rows: the largest tensor degree of rows, if higher than the layout's. moves: whether
+    weights move between layouts: then tied embeddings are stored, and get gradients, in both the
+    first and the last stage.
+    """
+    tokens, stages = world.tensor.splits_tokens, world.stages
+    found = shards_of(model, world.layout, splits_tokens=tokens, tensor_of_rows=tensor_of_rows)
+    if stages is None:
+        return found
+    names = places(model)
+    tied = moves and model.config.tie_word_embeddings
+    ends = frozenset(filter(is_table, names)) if tied else frozenset[str]()
+    return replace(found, stages=ranks_of(names, stages), at_both_ends=ends)
 
 
 def shards_of(
@@ -69,10 +88,11 @@ def shards_of(
     mesh = layout.is_mesh
     if mesh and tensor_of_rows > layout.tensor:
         raise RuntimeError("matrices on a mesh serve rows of one mesh")
-    experts = over_experts(model) if layout.experts > 1 else {}
+    of_experts, experts = splits_of_experts(model)
+    experts = experts if layout.experts > 1 else {}
     if not mesh and max(layout.tensor, tensor_of_rows) == 1:
         return Shards(layout, experts=experts)
-    columns, rows, inside = splits_of(model, on_mesh=mesh)
+    columns, rows, inside = splits_of(model, of_experts, on_mesh=mesh)
     tokens = mesh or splits_tokens
     return Shards(layout, columns, rows, experts, inside=inside, splits_tokens=tokens)
 
@@ -88,15 +108,14 @@ class ParameterSplits(NamedTuple):
     """The replicated parameters between the projections of a block."""
 
 
-def splits_of(model: Any, *, on_mesh: bool) -> ParameterSplits:
+def splits_of(model: Any, of_experts: ExpertSplits, *, on_mesh: bool) -> ParameterSplits:
     """Return how a mesh, or Megatron's ranks, divide a model's parameters, which may be on meta.
 
-    Raises RuntimeError as `shards_of` does.
+    of_experts: how tensor ranks divide those of experts. Raises RuntimeError as `shards_of` does.
     """
     blocks = {name.partition(".")[0] for name in table_of(model) if "." in name}
     columns, rows = dict[str, MatrixSplit](), dict[str, MatrixSplit]()
     inside = set[str]()
-    of_experts = over_tensor_ranks(model)
     for name in (one for one in places(model) if one not in of_experts):
         owner, _, kind = name.rpartition(".")
         owner, _, adapter = owner.partition(".lora_")
@@ -229,41 +248,46 @@ def vocabulary_of(world: World, tokens: int, held: Layout | None) -> Vocabulary 
     return Vocabulary(first, stop - first, group, offset)
 
 
-def split_model(model: Any, holders: Holders, *, moves: bool = False, copies: bool = False) -> None:
+def split_model(
+    model: Any, holders: Holders, *, moves: bool = False, copies: bool = False
+) -> list[Call]:
     """Make a model that is filled with this rank's shards compute with them.
 
     Its layers and its head must then be called with the world of their rows. moves: whether weights
     move between layouts, so that a rank stores just what a call uses. copies: whether layers split
-    their tokens into copies that take turns, in calls that ask for it.
+    their tokens into copies that take turns, in calls that ask for it. Returns what holds each
+    layer's current call; nothing where no matrices are divided.
     """
-    shards = holders.shards
+    shards, calls = holders.shards, list[Call]()
     if not shards.splits:
-        return
-    held = None if moves else shards.layout
-    if held:
-        move_padding(model, shards.tensor_index(holders.rank), held.tensor)
+        return calls
+    held, table = None if moves else shards.layout, table_of(model)
     names = names_of_modules(model)
     splits = by_module(names, shards.splits)
+    if held:
+        move_padding(model, shards.tensor_index(holders.rank), held.tensor)
     for layer in model.base_model.layers:
         call = Call(held)
-        before_each_run(layer, call.begin)
         here: dict[str, Any] = dict(layer.named_modules())
-        for name, projection in table_of(model).items():
+        for name, projection in table.items():
             block, _, last = name.rpartition(".")
             owner = here.get(block) if block else None  # none where other layers have experts
             if owner is None:
                 continue
             found = getattr(owner, last, None)
-            if isinstance(found, nn.Parameter):
-                use_part(owner, last, shards.splits[f"{names[id(owner)]}.{last}"], call)
+            if not isinstance(found, nn.Parameter | nn.Conv1d):
+                divide_module(owner, (block, last), projection, splits, call)
             elif isinstance(found, nn.Conv1d):
                 use_part(found, "weight", splits[id(found)], call)
             else:
-                _divide_module(owner, (block, last), projection, splits, call)
+                use_part(owner, last, shards.splits[f"{names[id(owner)]}.{last}"], call)
         if copies:
-            _in_copies(layer, table_of(model), call)
+            layer.forward = LayerInCopies(layer, table, call)
         if state := here.get(STATE_LAYER):
             divide_states(state, call)
+        before_each_run(layer, call.begin)
+        calls.append(call)
+    return calls
 
 
 def names_of_modules(model: nn.Module) -> dict[int, str]:
@@ -282,54 +306,6 @@ def by_module(
     return {module: split for module, split in found if split}
 
 
-def _in_copies(layer: Any, table: Mapping[str, Projection], call: Call) -> None:
-    """Make a layer split its tokens into copies that take turns."""
-    block = "self_attn"
-    named = ((*name.rpartition(".")[::2], found) for name, found in table.items())
-    own = {name: found for where, name, found in named if where == block and "norm" not in name}
-    there = {name: one.dim for name, one in own.items() if hasattr(layer.self_attn, name)}
-    (last,) = (name for name, dim in there.items() if dim == ROWS)
-    layer.forward = LayerInCopies(layer, [name for name in there if name != last], last, call)
-
-
-def _divide_module(
-    owner: nn.Module,
-    named: tuple[str, str],
-    projection: Projection,
-    splits: Mapping[int, MatrixSplit],
-    call: Call,
-) -> None:
-    """Make a projection or a norm inside a block compute with the part that a call uses.
-
-    named: the names of the block and of the module in it. splits: by a module's id.
-    """
-    block, last = named
-    module: Any = getattr(owner, last, None)
-    split = splits.get(id(module))
-    if split is None:  # whole on each rank, or not in this layer
-        return
-    if "norm" in last:
-        setattr(owner, last, SplitNorm(module, split, call))
-        return
-    _divide(owner, last, splits, call)
-    if projection.dim == ROWS:
-        call.dropouts += [(dropout, split) for dropout in dropouts_in(module)]
-        enter_and_leave(owner, last, block, call)
-    elif len(projection.blocks) > 1 and KV in projection.blocks:
-        share_heads(owner, last, split, call)
-
-
-def enter_and_leave(owner: nn.Module, last: str, block: str, call: Call) -> None:
-    """Register the hooks that gather a block's input, and sum the output of its last projection.
-
-    last: that projection's name. block: the block's.
-    """
-    owner.register_forward_pre_hook(call.enter, with_kwargs=True)
-    # An MLP may run in tiles, so its sum comes after the whole block.
-    end = owner if block.startswith("mlp") else owner.get_submodule(last)
-    end.register_forward_hook(call.leave)
-
-
 def move_padding(model: Any, rank: int, degree: int) -> None:
     """Set the embedding's padding_idx, whose row has no gradient, for this rank's rows.
 
@@ -340,27 +316,3 @@ def move_padding(model: Any, rank: int, degree: int) -> None:
     padding = embedding.padding_idx
     if padding is not None:
         embedding.padding_idx = padding - first if first <= padding < stop else None
-
-
-def share_heads(attention: Any, name: str, split: MatrixSplit, call: Call) -> None:
-    """Make an attention that cuts its fused projection by the config's numbers of heads use this
-    rank's numbers.
-
-    name: of the projection, whose hooks must be registered last. split: of its rows.
-    """
-    attention.config = copy.copy(attention.config)  # transformers' own is the whole model's
-    heads = FusedHeads(attention, split, call)
-    attention.register_forward_pre_hook(heads.count)
-    attention.get_submodule(name).register_forward_hook(heads.complete)
-
-
-def _divide(owner: nn.Module, name: str, splits: Mapping[int, MatrixSplit], call: Call) -> None:
-    """Make a projection, and A and B of its adapter, compute with the parts that a call uses.
-
-    splits: by a module's id.
-    """
-    for path, module in list(owner.get_submodule(name).named_modules(prefix=name)):
-        if isinstance(module, nn.Linear) and id(module) in splits:
-            parent, _, last = path.rpartition(".")
-            part = PartLinear(module, splits[id(module)], call)
-            setattr(owner.get_submodule(parent), last, part)

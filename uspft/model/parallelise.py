@@ -3,7 +3,6 @@ memory."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from uspft.model import grid, parallel
@@ -12,45 +11,15 @@ from uspft.model.head_groups import attend_in_groups
 from uspft.model.hf_config import heads_of
 from uspft.model.offload import offload_inputs
 from uspft.model.recompute import Recompute, recompute_layers
-from uspft.model.staged import is_table, ranks_of
-from uspft.model.tile_sizes import mlp_tile_tokens
-from uspft.model.tiles import inner_features, work_in_tiles
-from uspft.parameters.names import shapes_of
+from uspft.model.tiles import work_in_tiles
 from uspft.pipeline.stages import Stages, first_layers
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from uspft.config.recipe import MemoryBlock
-    from uspft.parameters.shards import Holders, Shards
+    from uspft.parameters.shards import Holders
     from uspft.world import World
-
-
-def shards_under(
-    model: Any,
-    world: World,
-    *,
-    tensor_of_rows: int,
-    stages: Stages | None = None,
-    moves: bool = False,
-) -> Shards:
-    """Return which ranks store which parts of a model on the meta device under a layout.
-
-    tensor_of_rows: the largest tensor degree of rows, if higher than the layout's. stages: the
-    layers of each pipeline stage, if there are several. moves: whether weights move between
-    layouts: then tied embeddings are stored, and get gradients, in both the first and the last
-    stage.
-    """
-    tokens = world.tensor.splits_tokens
-    found = parallel.shards_of(
-        model, world.layout, splits_tokens=tokens, tensor_of_rows=tensor_of_rows
-    )
-    if stages is None:
-        return found
-    names = shapes_of(model)
-    tied = moves and model.config.tie_word_embeddings
-    ends = frozenset(filter(is_table, names)) if tied else frozenset[str]()
-    return replace(found, stages=ranks_of(names, stages), at_both_ends=ends)
 
 
 def divide_matrices(
@@ -62,11 +31,11 @@ def divide_matrices(
     always stores what each call's rows use.
     """
     if any(world.layout.is_mesh for world in worlds):
-        grid.split_model(model, holders)
+        calls = grid.split_model(model, holders)
     else:
         copies = any(world.tensor.copies > 1 for world in worlds)
-        parallel.split_model(model, holders, moves=moves, copies=copies)
-    spread_experts(model, holders, moves=moves)
+        calls = parallel.split_model(model, holders, moves=moves, copies=copies)
+    spread_experts(model, holders, calls)
 
 
 def save_memory(
@@ -79,7 +48,7 @@ def save_memory(
     """
     stages = stages or Stages.of_sizes([model.config.num_hidden_layers], 1)
     layers = first_layers(block.gradient_checkpointing, stages)
-    tile = mlp_tile_tokens(block.mlp_tile_tokens, inner_features(model.config))
+    tile = None if block.mlp_tile_tokens == "none" else int(block.mlp_tile_tokens)
     if block.heads_at_once:
         attend_in_groups(model, block.heads_at_once, heads_of(model.config), tile)
     if offload := block.offload_activations == "cpu":

@@ -31,8 +31,8 @@ Recompute = Literal["attention", "exchange", "nothing"]
 
 
 class Kept:
-    """One layer's attention between the layer's two runs: the graph of the first run, and the
-    inputs from the second."""
+    """A checkpointed layer's saved attention: the graph of its first run (the forward), and the
+    inputs from its second (the recomputation)."""
 
     def __init__(self, inputs: tuple[Tensor, ...], shelf: HostShelf | None) -> None:
         """shelf: stores saved tensors on the host; None: they stay on the device."""

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -19,27 +18,6 @@ from uspft.model.loss import Head
 if TYPE_CHECKING:
     from uspft.batch import Batch
     from uspft.pipeline.stages import Stages
-
-
-_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
-_TABLE = "embed_tokens."
-
-
-def is_table(name: str) -> bool:
-    """Tell whether a parameter is a table of embeddings, by its name in files."""
-    return _TABLE in name
-
-
-def stage_of(name: str, stages: Stages) -> int:
-    """Return the stage that has a parameter, by its name in files."""
-    if found := _LAYER.search(name):
-        return stages.of_layer(int(found[1]))
-    return 0 if is_table(name) else stages.count - 1
-
-
-def ranks_of(names: Iterable[str], stages: Stages) -> dict[str, int]:
-    """Return, by name, the pipeline index of the rank that stores a parameter."""
-    return {name: stages.rank_of(stage_of(name, stages)) for name in names}
 
 
 class StagedModel(nn.Module):

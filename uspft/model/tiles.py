@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
-from uspft.families.table import chosen_experts
 from uspft.model.divided import SplitNorm
 from uspft.model.dropout import dropouts_in
 from uspft.model.halves import StandIn, standing_in
@@ -32,13 +31,6 @@ if TYPE_CHECKING:
 
 TOKENS = -2
 """The dimension of tokens in inputs and outputs, except those of norms of heads."""
-
-
-def inner_features(config: Any) -> int:
-    """Return the inner features per token of an MLP, or of all experts of a token together."""
-    met, _ = chosen_experts(vars(config))
-    inner = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
-    return int(met * inner)
 
 
 def work_in_tiles(model: Any, tile: int) -> None:

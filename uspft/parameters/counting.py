@@ -20,13 +20,13 @@ The sum is made in two steps:
 
 1. in the backward, over the tensor ranks that hold the same part, if their gradients are partial
    (`summed_over`), after each is divided by `divisor`;
-2. when a step's gradients are accumulated, over `averaged` ranks by an engine that averages, so
-   that each rank's loss is multiplied by their number: the ranks among which ZeRO shards all
-   parameters except experts. The same factor holds for experts, although fewer ranks hold them.
+2. when a step's gradients are accumulated, over `Holders.zero` by an engine that averages, so that
+   each rank's loss is multiplied by their number: the ranks among which ZeRO shards all parameters
+   except experts. The same factor holds for experts, although fewer ranks hold them.
 
-The norm counts each part once: on the rank for which `is_counted` is true, summed over `norm_group`
-and over the ranks among which ZeRO shards it. An engine without DeepSpeed sums over all ranks with
-the same part at once, and divides by `times` alone.
+The norm counts each part once: on the rank for which `is_counted` is true, summed over
+`Holders.model` and over the ranks among which ZeRO shards it. An engine without DeepSpeed sums over
+all ranks with the same part at once, and divides by `times` alone.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def makes_pieces(shards: Shards, name: str, *, splits_tokens: bool) -> bool:
 
 
 def times(shards: Shards, name: str, degree: int, *, splits_tokens: bool) -> int:
-    """Return how often a row's gradient is contained in the sum over all ranks with the same part.
+    """Return how many times the sum over all ranks with the same part counts a row's gradient.
 
     degree: the row's tensor degree, a multiple of the layout's.
     """
@@ -66,7 +66,7 @@ def is_summed(shards: Shards, name: str) -> bool:
 def summed_over(holders: Holders, name: str) -> Group | None:
     """Return the tensor ranks over which a gradient is summed in a micro-batch's backward; None: it
     is not summed there."""
-    same = holders.replicas(name)
+    same = holders.same[name]
     return same if same.size > 1 and is_summed(holders.shards, name) else None
 
 
@@ -84,20 +84,8 @@ def divisor(shards: Shards, name: str, degree: int, *, splits_tokens: bool) -> i
     return found // apart
 
 
-def averaged(holders: Holders) -> int:
-    """Return the number of ranks over which an engine averages gradients, by which each rank's loss
-    is multiplied."""
-    return holders.zero.size
-
-
 def is_counted(shards: Shards, name: str, rank: int) -> bool:
     """Return whether the norm counts a parameter on a rank: on the first tensor rank that holds
     each part."""
     first = shards.tensor_index(rank) in {same[0] for same in shards.replicas(name)}
     return first and shards.holds(name, rank)
-
-
-def norm_group(holders: Holders) -> Group:
-    """Return the ranks over which squared gradients are summed for the norm, in addition to those
-    among which ZeRO shards each rank's part."""
-    return holders.model

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from uspft.parameters.part import Part, as_slices
+from uspft.tensor.parts import Part, as_slices
 
 CORRECTION = "e_score_correction_bias"
 """The name of the bias that routers of some families add to scores before they choose, [E] or
@@ -120,14 +120,6 @@ def is_router(module: nn.Module) -> bool:
 def corrections(model: nn.Module) -> dict[str, Tensor]:
     """Return the untrained buffers that files contain by name, such as the bias of routers."""
     return {name: one for name, one in model.named_buffers() if name.endswith(UNTRAINED)}
-
-
-def expert_words(model: Any) -> set[str]:
-    """Return the names of a model's expert matrices, fused or in files; empty without experts."""
-    if not any(is_experts(name) for name, _ in model.named_parameters()):
-        return set()
-    spelling = SPELLINGS.get(model.config.model_type)
-    return {"experts", "gate_up_proj", "down_proj"} | set(spelling[1:] if spelling else ())
 
 
 def stored_in(files: Collection[str]) -> dict[str, Stored]:

@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from uspft.families.table import FAMILIES
-from uspft.parameters.experts import is_experts, is_router
+from uspft.parameters.experts import corrections, is_experts, is_router
 from uspft.parameters.names import places, plain_name
-from uspft.parameters.part import Part
 from uspft.parameters.source import Weights, WeightsError
+from uspft.tensor.parts import Part
 
 if TYPE_CHECKING:
     from uspft.parameters.shards import Holders
@@ -41,10 +41,12 @@ def fill(
     holders: Holders,
     partition: Partition | None = None,
 ) -> None:
-    """Load this rank's parts of a module's parameters from the meta device; collective.
+    """Load this rank's parts of a module's parameters from the meta device, and the untrained bias
+    of its routers; collective.
 
     Values are read on one of the ranks with the same part; the engine broadcasts them to the
-    others. partition: None leaves parameters whole. Raises WeightsError.
+    others. Where values are drawn, routers have no bias. partition: None leaves parameters whole.
+    Raises WeightsError.
     """
     pending: dict[str, nn.Parameter] = {}
     for name, (empty, owners) in places(model).items():
@@ -63,6 +65,9 @@ def fill(
             pending = {}
     if partition and pending:
         partition(pending)
+    for name, buffer in corrections(model).items():
+        if not source.draws(name):
+            buffer.copy_(source.read(name, Part.whole(buffer.shape)))
 
 
 def _read(name: str, part: Part, source: Weights, holders: Holders) -> Tensor:

@@ -1,20 +1,25 @@
 """The parameters of a module by their names in files, without the words that peft inserts for an
-adapter."""
+adapter; and the pipeline stage that has a parameter, by its name."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from uspft.parameters.part import Shape
+    from uspft.pipeline.stages import Stages
+    from uspft.tensor.parts import Shape
 
 ADAPTER = "default"
 """The name that peft gives a model's only adapter."""
 BESIDE = "_adapter"
 """The suffix of the module of a parameter's adapter, after the parameter's own name."""
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+"""The number of a layer in the names of its parameters."""
+_TABLE = "embed_tokens."
 _INSERTED = re.compile(rf"\.(base_layer|{ADAPTER})(?=\.|$)|(\.weight)?{BESIDE}(?=\.lora_)")
 
 
@@ -26,6 +31,23 @@ def plain_name(name: str) -> str:
 def is_adapter(name: str) -> bool:
     """Tell whether a parameter is an adapter's."""
     return ".lora_A." in name or ".lora_B." in name
+
+
+def is_table(name: str) -> bool:
+    """Tell whether a parameter is a table of embeddings, by its name in files."""
+    return _TABLE in name
+
+
+def stage_of(name: str, stages: Stages) -> int:
+    """Return the stage that has a parameter, by its name in files."""
+    if found := _LAYER.search(name):
+        return stages.of_layer(int(found[1]))
+    return 0 if is_table(name) else stages.count - 1
+
+
+def ranks_of(names: Iterable[str], stages: Stages) -> dict[str, int]:
+    """Return by name, the pipeline index of the rank that stores a parameter."""
+    return {name: stages.rank_of(stage_of(name, stages)) for name in names}
 
 
 def places(model: nn.Module) -> dict[str, tuple[nn.Parameter, list[tuple[nn.Module, str]]]]:

@@ -11,12 +11,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from uspft.comm import Books, Group
 from uspft.layout import ALIKE, COPIES, EXPERTS, MESH, STAGES, Layout
-from uspft.parameters.part import Part, Shape, flat_boxes
-from uspft.tensor.parts import Range, part_index, part_range
+from uspft.tensor.parts import Part, Range, Shape, flat_boxes, part_index, part_range
 
 if TYPE_CHECKING:
     from uspft.mesh import Groups
@@ -71,7 +70,7 @@ class Shards:
     splits: Mapping[str, MatrixSplit] = field(default_factory=dict)
     """The parameters that are sharded over tensor parallel ranks; on a mesh, over its columns."""
     row_splits: Mapping[str, MatrixSplit] = field(default_factory=dict)
-    """The parameters that are sharded over mesh rows, whether or not over its columns too."""
+    """The parameters that are sharded over mesh rows; mesh columns may shard them too."""
     experts: Mapping[str, MatrixSplit] = field(default_factory=dict)
     """The parameters of experts, which are sharded over the ranks of `expert_parallel`; tensor
     parallel ranks may shard them further."""
@@ -102,12 +101,12 @@ class Shards:
         return self._part(name, tuple(shape), rank % len(self._ranks))
 
     def _part(self, name: str, shape: Shape, place: int) -> Part:
-        whole = Part.whole(shape)
-        for split, ranges in self._cuts(name, place):
+        cuts = list(self._cuts(name, place))
+        along = list(Part.whole(shape).ranges)
+        for split, ranges in cuts:
             split.require(shape)
-            along = (*whole.ranges[: split.dim], ranges, *whole.ranges[split.dim + 1 :])
-            whole = Part(shape, along)
-        return whole
+            along[split.dim] = ranges
+        return Part(shape, tuple(along))
 
     def _cuts(self, name: str, place: int) -> Iterator[tuple[MatrixSplit, tuple[Range, ...]]]:
         """Yield each split of a parameter that applies, with the ranges that one rank has under it.
@@ -176,17 +175,14 @@ class Holders:
     """The tensor parallel group: the ranks that hold the parts of one matrix."""
     model: Group
     """The tensor and pipeline parallel ranks that together hold one copy of the model, experts
-    aside."""
-    same: Mapping[tuple[tuple[int, ...], ...], Group]
-    """This rank's group for each result of `Shards.replicas`: the tensor ranks that hold the same
-    part of a parameter as this one."""
+    aside. Squared gradients are summed over them for the norm, in addition to the ranks among which
+    ZeRO shards each rank's part."""
+    same: Mapping[str, Group]
+    """The tensor ranks that hold the same part of a parameter as this one, by its name."""
 
     @classmethod
     def of(cls, shards: Shards, rank: int, groups: Groups, shapes: Mapping[str, Shape]) -> Holders:
-        """Create the groups of a layout's ranks; collective.
-
-        shapes: of the whole model.
-        """
+        """Create the groups of a layout's ranks; collective. shapes: of the whole model."""
         layout, books = shards.layout, Books()
         everyone = groups.of([range(layout.ranks)], rank, books)
         # DeepSpeed needs a process group even where this rank is its only member.
@@ -196,10 +192,11 @@ class Holders:
         if layout.experts > 1:
             alike = groups.of(layout.groups(ALIKE), rank, books, alone=True)
         tensors = layout.groups(MESH)
-        same = {}
-        for sets in sorted({shards.replicas(name) for name in shapes}):
+        replicas, of = {name: shards.replicas(name) for name in shapes}, dict[Any, Group]()
+        for sets in sorted({*replicas.values()}):
             members = [[ranks[index] for index in one] for ranks in tensors for one in sets]
-            same[sets] = groups.of(members, rank, books)
+            of[sets] = groups.of(members, rank, books)
+        same = {name: of[sets] for name, sets in replicas.items()}
         tensor = groups.of(tensors, rank, books)
         model = groups.of(layout.groups((*MESH, *STAGES)), rank, books)
         experts = groups.of(layout.groups(EXPERTS), rank, books)
@@ -219,10 +216,6 @@ class Holders:
         hold the same part."""
         return self.alike if name in self.shards.experts else self.zero
 
-    def replicas(self, name: str) -> Group:
-        """Return the tensor ranks that hold the same part of a parameter as this one."""
-        return self.same[self.shards.replicas(name)]
-
 
 def piece_of(size: Sequence[int], index: int, owners: int) -> Range:
     """Return the range of a flattened part that belongs to owner `index` of `owners`.
@@ -236,13 +229,12 @@ def piece_of(size: Sequence[int], index: int, owners: int) -> Range:
     return index * units // owners * unit, (index + 1) * units // owners * unit
 
 
-def owned(shards: Shards, name: str, shape: Sequence[int], rank: int) -> tuple[Part, Range]:
-    """Return the part that a rank holds of a parameter, and the elements of it that it owns."""
-    part = shards.part(name, shape, rank)
-    if not part.count:
-        return part, (0, 0)
-    holders = shards.parts(name, shape)[part]
-    return part, piece_of(part.size, holders.index(rank), len(holders))
+def owned(shards: Shards, name: str, shape: Sequence[int], rank: int) -> Range:
+    """Return the elements that a rank owns of its part of a parameter."""
+    for part, holders in shards.parts(name, shape).items():
+        if rank in holders:
+            return piece_of(part.size, holders.index(rank), len(holders))
+    return 0, 0
 
 
 def owned_parts(shards: Shards, name: str, shape: Sequence[int]) -> tuple[tuple[Part, ...], ...]:

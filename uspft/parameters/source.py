@@ -20,7 +20,7 @@ from uspft.config.problems import InputError, said
 from uspft.families.multimodal import own_name
 from uspft.parameters.experts import Stored, read_quantised, shape_of, stored_in, whole_shape
 from uspft.parameters.names import plain_name
-from uspft.parameters.part import Part, as_slices, read_boxes
+from uspft.tensor.parts import Part, as_slices, read_boxes
 
 if TYPE_CHECKING:
     from uspft.config.inputs import ModelBlock

@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING
 
 from uspft.config.messages import as_written
 from uspft.config.problems import Finding
+from uspft.pipeline.schedules import PLAIN, Schedule, Scheduler
 
 if TYPE_CHECKING:
-    from uspft.config import Recipe
+    from uspft.config import ParallelBlock, Recipe
 
 Each = Sequence[int] | Sequence[Sequence[int]]
 """A number for each stage: [p], or [v][p]."""
@@ -72,6 +73,17 @@ def stages_of(recipe: Recipe) -> Stages | None:
     )
     assert sizes  # the recipe is resolved
     return Stages.of_sizes(sizes, parallel.pipeline_stage)
+
+
+def schedule_of(parallel: ParallelBlock) -> Schedule:
+    """Return the schedule of a recipe's pipeline, with the layers of its stages if it gives
+    them."""
+    order, given = parallel.pipeline_scheduler, parallel.layers_per_stage or ()
+    sizes = tuple(n for row in given for n in (row if isinstance(row, tuple) else (row,)))
+    chunks = parallel.seq_split_num
+    plain: Scheduler = "seqpipe" if chunks > 1 else PLAIN.scheduler
+    scheduler = order if order == "gpipe" or order == "seqpipe" else plain
+    return Schedule(scheduler, parallel.pp_interleave_num, sizes, chunks)
 
 
 def first_layers(asked: bool | int | Each, stages: Stages) -> frozenset[int]:

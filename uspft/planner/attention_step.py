@@ -1,16 +1,16 @@
 """The predicted seconds of attention and of the recurrence in layers with a state, and of what
 ranks send for both.
 
-What attention computes and sends is found in one of two ways. Exactly: the row is assigned to ranks
-as in a run, and counted; for packed rows that assignment is itself a search, and slow. Or by closed
-forms, with which `plan` searches. If one document fills a row, each of r ranks has 1/r of the
-(query, key) pairs and what it sends is linear in r, so that counting on a ring of at most FEW ranks
-is enough. In packed rows the busiest rank has a little more than 1/r, and an algorithm that sends
-keys only to ranks that need them sends in proportion to the longest document; a row of a few
-documents shows whether an algorithm does.
+The work and traffic of attention are found in one of two ways. Exactly: the row is assigned to
+ranks as in a run, and its (query, key) pairs and bytes are counted; for packed rows that assignment
+is a search, and slow. Or by closed forms, with which `plan` compares layouts. If one document fills
+a row, each of r ranks has 1/r of the pairs, and what it sends is linear in r, so that it suffices
+to count on a ring of at most FEW ranks. In packed rows the busiest rank has a little more than 1/r,
+and an algorithm that sends keys only to ranks that need them sends in proportion to the longest
+document; a row of a few documents shows whether an algorithm does.
 
-The recurrence is priced as its matrix products in chunks (arXiv 2412.06464); a kernel's other work
-and the convolution's arithmetic are left out.
+The recurrence is predicted from its matrix products in chunks (arXiv 2412.06464), without a
+kernel's other work and the convolution's arithmetic.
 """
 
 from __future__ import annotations

@@ -159,10 +159,7 @@ def _tiled(
 
 def outside_moved(step: StepShape, columns: int) -> Moved:
     """Return the bytes of a pass outside of the layers, on one tensor rank: the embedding, the last
-    norm, and the loss with its head.
-
-    columns: as in `layer_moved`.
-    """
+    norm, and the loss with its head. columns: as in `layer_moved`."""
     model, e, hidden = step.model, step.options.element, step.model.hidden_size
     words = head_projection(model).on(columns).outputs
     cast, trains = (e + WIDE if e < WIDE else 0), step.options.lora is None

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from uspft.config.algorithms import WHOLE, AlgorithmRow, row_of
 from uspft.config.deepspeed_fields import ELEMENTS, elements
-from uspft.pipeline.schedules import PLAIN, Schedule, Scheduler
-from uspft.pipeline.stages import Each
+from uspft.pipeline.schedules import PLAIN, Schedule
+from uspft.pipeline.stages import Each, schedule_of
 from uspft.planner.trained import Lora
 from uspft.sequence import FORWARDS, ONCE, Forwards
 
@@ -189,14 +189,3 @@ def slices_of(parallel: ParallelBlock) -> tuple[int, ...] | None:
     asked = parallel.tensor_slices
     every = (asked,) * 4 if isinstance(asked, int) else asked
     return every if isinstance(every, tuple) else None
-
-
-def schedule_of(parallel: ParallelBlock) -> Schedule:
-    """Return the schedule of a recipe's pipeline, with the layers of its stages if it gives
-    them."""
-    order, given = parallel.pipeline_scheduler, parallel.layers_per_stage or ()
-    sizes = tuple(n for row in given for n in (row if isinstance(row, tuple) else (row,)))
-    chunks = parallel.seq_split_num
-    plain: Scheduler = "seqpipe" if chunks > 1 else PLAIN.scheduler
-    scheduler = order if order == "gpipe" or order == "seqpipe" else plain
-    return Schedule(scheduler, parallel.pp_interleave_num, sizes, chunks)

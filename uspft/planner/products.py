@@ -179,20 +179,15 @@ def block_projections(shape: ModelShape, blocks: Blocks) -> list[ProductShape]:
 
 
 def named_projections(shape: ModelShape, blocks: Blocks) -> dict[str, ProductShape]:
-    """Return the projections of a layer with these blocks by name, fused ones split up.
-
-    shape: with the layer's sizes.
-    """
+    """Return the projections of a layer with these blocks by name, fused ones split up. shape: with
+    the layer's sizes."""
     mixing = state_projections(shape) if blocks.state else attention_projections(shape)
     return mixing | mlp_projections(shape, experts=blocks.experts) | added_projections(shape)
 
 
 def layer_modules(shape: ModelShape, blocks: Blocks) -> dict[str, ProductShape]:
     """Return the modules with weights of a layer with these blocks by name, each with its matrix or
-    vector.
-
-    shape: with the layer's sizes.
-    """
+    vector. shape: with the layer's sizes."""
     kind, found = layer_kind(shape), named_projections(shape, blocks)
     if kind.fused:
         _fuse(found, "self_attn.", ("q_proj", "k_proj", "v_proj"), "qkv_proj")
@@ -230,10 +225,7 @@ def _experts_at(router: str) -> str:
 
 
 def matrices_of_experts(router: str) -> tuple[str, str]:
-    """Return the names of a layer's matrices into and out of experts.
-
-    router: the router's name.
-    """
+    """Return the names of a layer's matrices into and out of experts. router: the router's name."""
     at = _experts_at(router)
     return f"{at}gate_up_proj", f"{at}down_proj"
 

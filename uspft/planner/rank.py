@@ -368,7 +368,7 @@ def recommend(
         return None
     # For a key's reason, the best way with another value may be far down the ranking.
     first, *others = found[:LOOKED] if asked else found[: NAMED + 1]
-    what = "takes least of the ways that fit" if first.fits else "is fastest, though no way fits"
+    what = "is the fastest layout that fits" if first.fits else "is the fastest, though none fits"
     beside = [
         f"{one.name} {one.seconds / first.seconds:.4g} ×" + " (does not fit)" * (not one.fits)
         for one in others[:NAMED]

@@ -178,14 +178,15 @@ def _sum(placed: PlacedStep, count: float, copies: int = 1) -> StepPart:
 
 
 def _sums_of(step: StepShape, blocks: Blocks) -> float:
-    """Return how many all-reduces of activations a layer has over tensor ranks in a forward and
-    backward: after attention, after the MLP or the experts, and after a shared expert, in each
-    direction. Under use_seq_parallel a half is a reduce-scatter or an all-gather alone.
+    """Return the number of all-reduces of activations over tensor ranks in a layer's forward and
+    backward.
 
-    A recomputed forward stops before its last reduction if nothing after that saves a tensor, as a
-    norm and a shared expert's gate do; under use_seq_parallel the gather before is still repeated.
-    With groups of heads (model/head_groups.py) attention's input is gathered once more in the
-    backward, and so is that of an MLP in tiles if the layer is not recomputed.
+    There is one in each direction after attention, after the MLP or the experts, and after a shared
+    expert; under use_seq_parallel a reduce-scatter or an all-gather counts as a half. A recomputed
+    forward stops before its last reduction, unless a later operation saves a tensor, as a norm or a
+    shared expert's gate does; under use_seq_parallel the gather before it is still repeated. With
+    groups of heads (model/head_groups.py) attention's input is gathered once more in the backward,
+    and so is that of a tiled MLP if the layer is not recomputed.
     """
     options, kind = step.options, layer_kind(step.model)
     shared = blocks.experts and step.model.shared_features > 0
@@ -238,7 +239,7 @@ def chunk_prices(placed: PlacedStep) -> ChunkPrices:
         for window, layers in Counter(step.windows).items():
             if window == NO_KEYS:
                 continue
-            # What trains is told by all layers' names, and products cancel out.
+            # Finding what trains needs the names of all layers; products cancel in the difference.
             alone = step.under(lora=None, freeze=())
             one = whole.of(replace(alone, model=replace(step.model, layers=1), windows=(window,)))
             more = row_time(one, full).row - row_time(one, empty).row

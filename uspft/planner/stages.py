@@ -14,17 +14,9 @@ from functools import lru_cache
 from itertools import accumulate, combinations
 from typing import NamedTuple
 
-from uspft.config import ParallelBlock
 from uspft.families import NO_KEYS, ModelShape
 from uspft.families.layers import layer_blocks
-from uspft.job import ChunkPrices
-from uspft.layout import Layout
-from uspft.pipeline.schedules import (
-    Action,
-    Schedule,
-    forward_and_backward,
-    group_of,
-)
+from uspft.pipeline.schedules import Action, Schedule, forward_and_backward, group_of
 from uspft.pipeline.simulator import Timeline, simulate
 from uspft.pipeline.stages import Each, Stages, dealt_out
 from uspft.planner.machine import Spread
@@ -147,28 +139,6 @@ def cut_by_flops(
     pair = {w: 12.0 * model.heads * model.of_window(w).head_dim for w in kinds}
     seen = tuple((w, pair[w] * n) for w, n in kinds.items() if w != NO_KEYS)
     return Cut(chunks, multiple, head + sum(layers), seen)
-
-
-def chunk_multiple(layout: Layout, splits_tokens: bool) -> int:
-    """Return the number that must divide the tokens of a chunk.
-
-    The ranks that share a row divide a chunk equally, ring ranks into two parts each; and under
-    use_seq_parallel (splits_tokens) tensor ranks do too.
-    """
-    tensor = layout.mesh_columns if splits_tokens else 1
-    return layout.context * tensor * (2 if layout.ring > 1 else 1)
-
-
-def cut_of(parallel: ParallelBlock, layout: Layout, prices: ChunkPrices | None) -> Cut | None:
-    """Return how a recipe's rows are cut into chunks; None: they are not.
-
-    prices: by which chunks take equal time; None: chunks have equal tokens.
-    """
-    if parallel.seq_split_num == 1:
-        return None
-    multiple = chunk_multiple(layout, parallel.use_seq_parallel)
-    by = (prices.token_seconds, prices.pair_seconds) if prices else ()
-    return Cut(parallel.seq_split_num, multiple, *by)
 
 
 LONG = 2

@@ -206,7 +206,7 @@ def _hiding_seconds(parts: Sequence[StepPart]) -> float:
     return sum(part.seconds for part in parts if part.name in HIDING)
 
 
-class Stored(NamedTuple):
+class StoredPart(NamedTuple):
     """The parameters of a rank that ZeRO divides over the same ranks."""
 
     every: int
@@ -218,7 +218,7 @@ class Stored(NamedTuple):
     """The axes along which ranks store the same part, which ZeRO divides."""
 
 
-StoredParts = tuple[Stored, ...]
+StoredParts = tuple[StoredPart, ...]
 """A rank's parameters; with expert parallelism, experts are a second entry."""
 
 
@@ -293,12 +293,12 @@ def stored_parts(
     counts = counts_of(model, *held, mine, layout.experts).divided(layout.mesh_rows)
     divided, trained = counts.experts, counts.experts_trained
     pieces = len(mine.layers) + (mine.first or mine.last)
-    found = Stored(counts.every - divided, counts.trained - trained, pieces, COPIES)
+    found = StoredPart(counts.every - divided, counts.trained - trained, pieces, COPIES)
     if not divided:
         return (found,)
     blocks = layer_blocks(model)
     with_experts = sum(blocks[layer].experts for layer in mine.layers)
-    return found, Stored(divided, trained, with_experts, ALIKE)
+    return found, StoredPart(divided, trained, with_experts, ALIKE)
 
 
 def hidden_behind(step: StepShape, parts: Sequence[StepPart], behind: float) -> Iterator[StepPart]:

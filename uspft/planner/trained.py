@@ -49,11 +49,8 @@ class Lora:
     """The names of other parameters with an adapter: matrices of experts, and of routers."""
 
     def adapts(self, name: str, words: Collection[str] = ()) -> bool:
-        """Tell whether a projection of a layer, its experts or its router has an adapter.
-
-        words: last words that experts have too; a projection with one of these counts as a
-        parameter.
-        """
+        """Tell whether a projection of a layer, its experts or its router has an adapter. words:
+        last words that experts have too; a projection with one of these counts as a parameter."""
         if any(f".{_parameter(name)}".endswith(f".{one}") for one in self.parameters):
             return True
         word = name.rpartition(".")[2]
@@ -102,11 +99,8 @@ def _trained(
     freeze: tuple[str, ...],
     words: frozenset[str],
 ) -> tuple[Trained, ...]:
-    """Return the trained modules of each layer.
-
-    numbers: the kind of each layer. kinds: the names of the modules of each kind. words: as in
-    Lora.adapts.
-    """
+    """Return the trained modules of each layer. numbers: the kind of each layer. kinds: the names
+    of the modules of each kind. words: as in Lora.adapts."""
     found: list[Trained] = []
     for number, kind in enumerate(numbers):
         at, names = f"model.layers.{number}", kinds[kind]
@@ -213,10 +207,8 @@ def counts_of(
     stage: StageLayers | None = None,
     experts: int = 1,
 ) -> ParameterCounts:
-    """Return the parameter counts of a tensor rank, without biases.
-
-    stage: its layers; None: all. experts: the number of ranks that divide a layer's experts.
-    """
+    """Return the parameter counts of a tensor rank, without biases. stage: its layers; None: all.
+    experts: the number of ranks that divide a layer's experts."""
     mine = stage or all_layers(shape)
     outside = _outside_layers(shape, tensor, lora, freeze, mine)
     numbers, held = _of_layers(shape, tensor, lora, freeze, experts)
@@ -247,10 +239,8 @@ def trained_above(
     shape: ModelShape, tensor: int, lora: Lora | None, freeze: tuple[str, ...], experts: int
 ) -> list[int]:
     """Return, for each layer, the trained parameters of a tensor rank whose gradients are computed
-    before the layer's own: those of later layers, the last norm and the head.
-
-    The other arguments are as in counts_of.
-    """
+    before the layer's own: those of later layers, the last norm and the head. The other arguments
+    are as in counts_of."""
     numbers, held = _of_layers(shape, tensor, lora, freeze, experts)
     each = [sum(one.elements for one in kind if one.trains) for kind in held]
     outside = outside_trains(lora, freeze)

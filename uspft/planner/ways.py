@@ -29,14 +29,15 @@ from uspft.config.algorithms import (
 from uspft.config.layout_rules import WITHOUT_STAGES
 from uspft.config.strategies import alike, each_alone
 from uspft.families import FAMILIES, NO_KEYS, ModelShape, state_sizes
-from uspft.layout import Layout, ring_ranks_of_a_host, settled_layout
+from uspft.layout import Layout, settled_layout
 from uspft.pipeline.schedules import PLAIN, Schedule, Scheduler
+from uspft.pipeline.stages import schedule_of
 from uspft.planner.attention_step import local_heads
 from uspft.planner.machine import Hardware
-from uspft.planner.options import schedule_of, stage_of
+from uspft.planner.options import stage_of
 from uspft.planner.stages import as_many
 from uspft.planner.step_shape import Memo, PlacedStep, StepShape
-from uspft.sequence import FORWARDS, Algorithm, make_algorithm
+from uspft.sequence import FORWARDS, Algorithm, make_algorithm, ring_ranks_of_a_host
 from uspft.tensor.parts import divide_heads
 
 

@@ -87,7 +87,10 @@ class Examined:
     def hardware(self) -> str:
         """What `launch.hardware` became."""
         assert self.known.cluster  # otherwise the recipe would have been refused
-        return self.known.cluster.sentence
+        open_ = self.known.ranks and self.loaded.recipe.launch.device == AUTO
+        elsewhere = open_ and self.recipe.launch.device == "cpu"
+        more = "; for GPUs that are not here write launch.device=cuda" if elsewhere else ""
+        return self.known.cluster.sentence + more
 
     @property
     def memory(self) -> tuple[str | None, str]:

@@ -31,7 +31,7 @@ from uspft.families.shape import HUB_ID
 from uspft.launcher.hosts import Hosts
 from uspft.lease import Held, Lease
 from uspft.metrics import as_size
-from uspft.prepare.host import Invocation
+from uspft.prepare.host import CONFIGS, Invocation
 from uspft.prepare.known import shipped
 from uspft.written import (
     ENVIRONMENT,
@@ -241,7 +241,10 @@ def file_findings(recipe: Recipe) -> list[Finding]:
     }
     for key, name in named.items():
         if name and not os.path.exists(name):
-            found.append((key, f"`{name}` does not exist", "name a file or folder that does"))
+            ours = CONFIGS.parent / "data" / "templates" / f"{Path(name).name}.jinja"
+            is_ours = key == "data.chat_template" and ours.is_file()
+            remedy = f"write {ours}" if is_ours else "name a file or folder that does"
+            found.append((key, f"`{name}` does not exist", remedy))
     template = recipe.data.chat_template
     if template and os.path.isdir(os.path.expanduser(template)):
         what = f"`{template}` is a folder, and a template is one file"
@@ -266,10 +269,8 @@ def not_whole(error: CheckpointError) -> Fault:
 
 
 def not_writable(key: str, folder: Path) -> Finding | None:
-    """Return the finding that a folder, created if missing, cannot be written, or None.
-
-    key: the key that names the folder.
-    """
+    """Return the finding that a folder, created if missing, cannot be written, or None. key: the
+    key that names the folder."""
     why: str | None = None
     try:
         with suppress(FileNotFoundError, NotADirectoryError):

@@ -15,10 +15,9 @@ from uspft.config.strategies import strategies_of
 from uspft.data.corpus.corpus import Corpus
 from uspft.data.rows.stream import Row, RowStream, training_rows
 from uspft.layout import Layout
-from uspft.planner.stages import cut_of
 from uspft.prepare.make_plan import chunk_prices_of
 from uspft.segments import Segments
-from uspft.sequence import of_recipe
+from uspft.sequence import cut_of, of_recipe
 from uspft.sequence.chunked import Chunked, Cut
 from uspft.sequence.rows.spans import Span, tokens_in
 

@@ -11,9 +11,8 @@ from uspft.engine.deepspeed_config import micro_batches
 from uspft.families import FAMILIES, ModelShape, state_sizes
 from uspft.layout import Layout, layout_of
 from uspft.pipeline.stages import Stages, fits, offset, stated
-from uspft.planner.stages import chunk_multiple
 from uspft.prepare.known import shares_rows
-from uspft.sequence import Heads, of_recipe
+from uspft.sequence import Heads, chunk_multiple, of_recipe
 from uspft.tensor import tensor_algorithm
 
 EXPERTS = "parallel_config.expert_parallel"
@@ -165,10 +164,8 @@ def tile_findings(recipe: Recipe) -> list[Finding]:
 
 
 def group_findings(recipe: Recipe, shape: ModelShape | None, tensor: int = 1) -> list[Finding]:
-    """Return why a model's attention cannot run in groups of heads.
-
-    tensor: over how many ranks its heads are split.
-    """
+    """Return why a model's attention cannot run in groups of heads. tensor: over how many ranks its
+    heads are split."""
     asked, key = recipe.memory.heads_at_once, "memory.attention_heads"
     if asked is None or shape is None:
         return []

@@ -19,10 +19,11 @@ from uspft.config.recipe import PLANNED
 from uspft.config.strategies import strategies_of, under
 from uspft.config.types import Open
 from uspft.families import ModelShape
+from uspft.pipeline.stages import schedule_of
 from uspft.planner.machine import Hardware
 from uspft.planner.memory.formula import unpredicted
 from uspft.planner.mesh import tuned
-from uspft.planner.options import schedule_of, slices_of, stage_of
+from uspft.planner.options import slices_of, stage_of
 from uspft.planner.rank import RECOMPUTE, ROWS, STAGE, Choice, likely, recommend, values_of
 from uspft.planner.ways import Space, Way, WhyNot, in_recipe
 from uspft.prepare.known import Known, recomputes_of, settled_memory, step_shape
@@ -332,11 +333,8 @@ def _longest(recipe: Recipe) -> Recipe:
 
 
 def _ranks(recipe: Recipe, known: Known) -> int | None:
-    """Return the number of processes of a recipe with one layout.
-
-    If it is unknown, or not a multiple of the degrees (reported elsewhere), it is the product of
-    the degrees.
-    """
+    """Return the number of processes of a recipe with one layout. If it is unknown, or not a
+    multiple of the degrees (reported elsewhere), it is the product of the degrees."""
     parallel, ranks = recipe.parallel_config, ranks_of(recipe, known)
     if degrees_are_open(recipe):
         return ranks

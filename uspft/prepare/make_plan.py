@@ -83,10 +83,7 @@ def own_way(found: Examined) -> Way:
 
 def ranking_of(found: Examined, step: StepShape, among: WhyNot = lambda _: None) -> Ranking:
     """Return every layout for the recipe's ranks that its other keys allow, ranked by predicted
-    time.
-
-    among: a further check that excludes layouts, except the recipe's own.
-    """
+    time. among: a further check that excludes layouts, except the recipe's own."""
     own, recipe, hardware = own_way(found), found.recipe, hardware_of(found)
     asked = found.loaded.recipe.model_copy(update={"launch": recipe.launch})
     left = space_of(asked)
@@ -198,10 +195,7 @@ def documents_of(recipe: Recipe, lengths: Sequence[int]) -> list[int]:
 
 def knowing_memory(found: Examined, meeting: Meeting) -> Examined:
     """Return the examination with the memory of the host that has the least, so that all hosts
-    choose alike.
-
-    It waits for the other hosts, and raises as `Meeting.least` does.
-    """
+    choose alike. It waits for the other hosts, and raises as `Meeting.least` does."""
     limit_seconds = found.recipe.launch.timeout_minutes * 60
     least = meeting.least("bytes of memory", host_memory(), limit_seconds)
     return found.knowing(memory_bytes=least)

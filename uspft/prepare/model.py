@@ -176,12 +176,11 @@ def examine_model(recipe: Recipe) -> ExaminedModel:
         require_model,
         what_trains,
     )
-    from uspft.model.hf_config import model_config
 
     file = config_file(recipe.model, CONFIGS)
     assert isinstance(file, Path | dict)  # others were refused before
     place, length = file if isinstance(file, Path) else None, recipe.data.sequence_length
-    config, model = require_model(recipe.model, lambda block: model_config(block, length, place))
+    config, model = require_model(recipe.model, length, place)
     folder = Path(recipe.model.name_or_path or "")
     if recipe.model.config is None and os.path.isdir(folder):
         require_fit(model, folder, grows=bool(recipe.model.add_tokens))

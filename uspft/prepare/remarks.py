@@ -27,11 +27,12 @@ from uspft.planner.machine import Hardware
 from uspft.planner.memory.formula import fits, longest_row, memory_of
 from uspft.planner.options import options_of, stage_of
 from uspft.planner.products import EXPERTS
-from uspft.planner.stages import chunk_multiple, cut_by_flops
+from uspft.planner.stages import cut_by_flops
 from uspft.planner.step_shape import StepShape
 from uspft.planner.trained import trained_layers
 from uspft.prepare.known import Known, saving_most, step_shape
 from uspft.segments import Segments
+from uspft.sequence import chunk_multiple
 from uspft.sequence.chunked import Cut
 from uspft.training.learning_rate import learning_rate
 from uspft.written import METRICS
@@ -145,8 +146,30 @@ def _rows(recipe: Recipe, layout: Layout) -> Iterator[str]:
         )
 
 
-def length_of_run(recipe: Recipe, corpus: Path, steps: int) -> str:
-    """Return a sentence on an epoch's rows and padding, and on the epochs that the steps take."""
+def too_short(recipe: Recipe, steps: int, rows: int | None = None) -> Iterator[str]:
+    """Yield a line `key: what; remedy` for each way in which a run has too few steps.
+
+    steps: of the whole run. rows: of an epoch (samples with strategies); None if the data is not
+    read yet.
+    """
+    training, warm_up = recipe.training, recipe.lr_schedule.warmup_steps
+    if training.epochs and rows and rows < training.global_batch_size:
+        epochs, many = counted(training.epochs, "epoch"), counted(steps, "step")
+        yield (
+            f"training.global_batch_size: is {training.global_batch_size:,}, more than the "
+            f"{rows:,} of an epoch, so that {epochs} are {many}; write at most {rows:,} for a step "
+            "an epoch"
+        )
+    if warm_up and warm_up >= steps:
+        yield (
+            f"lr_schedule.warmup_steps: is {warm_up:,}, and the run has {counted(steps, 'step')}, "
+            "so that the learning rate rises to its end; write fewer, or warmup_ratio"
+        )
+
+
+def length_of_run(recipe: Recipe, corpus: Path, steps: int) -> list[str]:
+    """Return a warning for each way in which the steps are too few, and a line on an epoch's rows
+    and padding and on the epochs that the steps take."""
     switches = bool(strategies_of(recipe))
     stream = training_rows(recipe.data, corpus, recipe.seed, one_document=switches)
     rows, each = stream.rows_in_epoch(0), recipe.training.global_batch_size
@@ -159,10 +182,13 @@ def length_of_run(recipe: Recipe, corpus: Path, steps: int) -> str:
         of_epoch = f"{rows:,} {many} of {recipe.data.sequence_length:,} tokens an epoch"
         of_epoch += f", {stream.padding():.1%} of them padding"
     of_step = f"{each:,} {counts}" if each > 1 else counts.removesuffix("s")
-    many = f"{epochs:.3g} epoch{'s' if epochs != 1 else ''}"
+    many = f"{epochs:,.0f}" if epochs >= 100 else f"{epochs:.3g}"
+    many += f" epoch{'s' if epochs != 1 else ''}"
     stop = recipe.training.stop_step
     ends = f"; it ends after step {stop:,}, as training.stop_step says" if stop else ""
-    return f"{of_epoch}; {counted(steps, 'step')} of {'a ' * (each == 1)}{of_step}, {many}{ends}"
+    told = f"{counted(steps, 'step')} of {'a ' * (each == 1)}{of_step}, {many}{ends}"
+    few = [f"warning: {line}" for line in too_short(recipe, steps, rows)]
+    return [*few, f"run: {of_epoch}; {told}"]
 
 
 def rate_after(recipe: Recipe, checkpoint: Checkpoint, steps: int) -> str | None:

@@ -9,14 +9,16 @@ from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 from uspft.config.algorithms import row_of
-from uspft.layout import ring_ranks_of_a_host
 from uspft.sequence.algorithm import Algorithm, Attend, Inside, Rule, Split
+from uspft.sequence.chunked import Cut
+from uspft.sequence.rows.heads import Heads
 from uspft.sequence.rows.share import Share
-from uspft.sequence.rows.traffic import FORWARDS, ONCE, Cost, Forwards, Heads, Traffic
+from uspft.sequence.rows.traffic import FORWARDS, ONCE, Cost, Forwards, Traffic
 
 if TYPE_CHECKING:
-    from uspft.config import Recipe
+    from uspft.config import ParallelBlock, Recipe
     from uspft.config.algorithms import AlgorithmRow
+    from uspft.job import ChunkPrices
     from uspft.layout import Layout
 
 __all__ = [
@@ -32,8 +34,11 @@ __all__ = [
     "Share",
     "Split",
     "Traffic",
+    "chunk_multiple",
+    "cut_of",
     "make_algorithm",
     "of_recipe",
+    "ring_ranks_of_a_host",
 ]
 
 
@@ -70,6 +75,38 @@ def _class_of(code: str) -> tuple[Callable[..., Algorithm], frozenset[str]]:
     """Return an algorithm's class from `module:Class`, and its field names."""
     cls = resolve_name(code)
     return cls, frozenset(field.name for field in fields(cls))
+
+
+def chunk_multiple(layout: Layout, splits_tokens: bool) -> int:
+    """Return the number that must divide the tokens of a chunk.
+
+    The ranks that share a row divide a chunk equally, ring ranks into two parts each; and under
+    use_seq_parallel (splits_tokens) tensor ranks do too.
+    """
+    tensor = layout.mesh_columns if splits_tokens else 1
+    return layout.context * tensor * (2 if layout.ring > 1 else 1)
+
+
+def cut_of(parallel: ParallelBlock, layout: Layout, prices: ChunkPrices | None) -> Cut | None:
+    """Return how a recipe's rows are cut into chunks; None: they are not.
+
+    prices: by which chunks take equal time; None: chunks have equal tokens.
+    """
+    if parallel.seq_split_num == 1:
+        return None
+    multiple = chunk_multiple(layout, parallel.use_seq_parallel)
+    by = (prices.token_seconds, prices.pair_seconds) if prices else ()
+    return Cut(parallel.seq_split_num, multiple, *by)
+
+
+def ring_ranks_of_a_host(processes: int, layout: Layout) -> int | None:
+    """Return how many neighbouring ring ranks run on one host with this many processes.
+
+    None if that is one or all of them, or if hosts would have unequal numbers.
+    """
+    here, left = divmod(processes, layout.mesh_columns * layout.ulysses)
+    divides = not left and 1 < here < layout.ring and layout.ring % here == 0
+    return here if divides else None
 
 
 def of_recipe(recipe: Recipe, layout: Layout, window: int | None = None) -> Algorithm:

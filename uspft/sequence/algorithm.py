@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from uspft.segments import Segments
+from uspft.sequence.rows.heads import Heads
 from uspft.sequence.rows.share import RowParts, Share, everyones
 from uspft.sequence.rows.spans import Span
-from uspft.sequence.rows.traffic import ONCE, Cost, Forwards, Heads, heads_traffic, in_turns
+from uspft.sequence.rows.traffic import ONCE, Cost, Forwards, heads_traffic, in_turns
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -19,9 +19,10 @@ from numpy.typing import NDArray
 from uspft.blocks import Block
 from uspft.segments import Segments
 from uspft.sequence.algorithm import Algorithm, Passes
+from uspft.sequence.rows.heads import Heads
 from uspft.sequence.rows.share import Order, RowParts, Share
 from uspft.sequence.rows.spans import Holding, Span, blocks_between, looking_back, pairs_before
-from uspft.sequence.rows.traffic import ONCE, Cost, Forwards, Heads
+from uspft.sequence.rows.traffic import ONCE, Cost, Forwards
 
 if TYPE_CHECKING:
     pass
@@ -96,10 +97,8 @@ def _cost_before(cut: Cut, row: Segments, places: NDArray[np.int64]) -> NDArray[
 
 
 def cut_order(order: Order, bounds: Sequence[int]) -> list[Order]:
-    """Return, for each chunk, the positions in it that each context rank has.
-
-    order: the positions that each rank has of the whole row.
-    """
+    """Return, for each chunk, the positions in it that each context rank has. order: the positions
+    that each rank has of the whole row."""
     return [
         [tuple(span for own in spans for span in _within(own, a, b)) for spans in order]
         for a, b in pairwise(bounds)
@@ -277,10 +276,8 @@ class Chunked(Algorithm):
     def shares(
         self, rows: Sequence[Segments], orders: Sequence[Order], place: tuple[int, int]
     ) -> ChunkShares:
-        """Return a rank's share of each chunk of rows in the orders of `token_order`.
-
-        place: as in Share.
-        """
+        """Return a rank's share of each chunk of rows in the orders of `token_order`. place: as in
+        Share."""
         by_row = [
             cut_order(order, self.cut.bounds(row)) for row, order in zip(rows, orders, strict=True)
         ]

@@ -46,10 +46,8 @@ class KeyPasses(Passes, Protocol):
     def come(
         self, k_tgD: Tensor, v_tgD: Tensor, ring: Group, kept: Sequence[Tensor] = ()
     ) -> Iterator[KeysAtHand]:
-        """Yield keys as they arrive, the rank's own among them, while the next transfers run.
-
-        kept: keys and values in turn that were saved in the forward.
-        """
+        """Yield keys as they arrive, the rank's own among them, while the next transfers run. kept:
+        keys and values in turn that were saved in the forward."""
         ...
 
     def home(self, k_tgD: Tensor, ring: Group) -> GradientsHome:
@@ -112,11 +110,9 @@ class HomeByRing:
         return found.rounded()
 
     def send(self, parts: Sequence[tuple[int, Tensor, tuple[Span, ...]]]) -> None:
-        """Start to send gradients to their owners.
-
-        parts: (how many ranks further round the ring, the gradients to send there, the local ranges
-        of this rank's keys whose gradients arrive in turn).
-        """
+        """Start to send gradients to their owners. parts: (how many ranks further round the ring,
+        the gradients to send there, the local ranges of this rank's keys whose gradients arrive in
+        turn)."""
         shape = self.like.shape[1:]
         moves = [
             Move(part.contiguous(), self.like.new_empty((2, tokens_in(places), *shape)), offset)

@@ -9,9 +9,10 @@ from uspft.segments import Segments
 from uspft.sequence.algorithm import Algorithm, Passes
 from uspft.sequence.rows.balance import balanced
 from uspft.sequence.rows.exchange import Exchange
+from uspft.sequence.rows.heads import Heads
 from uspft.sequence.rows.share import RowParts, Share
 from uspft.sequence.rows.spans import Span
-from uspft.sequence.rows.traffic import Cost, Forwards, Heads, exchange_cost
+from uspft.sequence.rows.traffic import Cost, Forwards, exchange_cost
 
 
 @dataclass(frozen=True)

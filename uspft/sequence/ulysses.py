@@ -204,10 +204,7 @@ class HeadExchange:
         return tuple(map(self.in_order, found))
 
     def back(self, x_TnD: Tensor, part: Sequence[HeadRange]) -> Tensor:
-        """Return all heads [t, N, D] of this rank's tokens; differentiable.
-
-        part: one of Parts.
-        """
+        """Return all heads [t, N, D] of this rank's tokens; differentiable. part: one of Parts."""
         of = (tuple(part),), self.tokens, self.group
         x_TnD = self.as_received(x_TnD)
         found: Tensor = with_backward(

@@ -56,10 +56,8 @@ def all_tokens(x_td: Tensor, tokens: int, group: Group) -> Tensor:
 
 
 def own_tokens_of_sum(x_Td: Tensor, group: Group, *, summed: bool = True) -> Tensor:
-    """Return this rank's tokens of the sum over ranks, [t, d]; differentiable.
-
-    summed: False skips the sum and returns zeros, for callers that need only the gradient.
-    """
+    """Return this rank's tokens of the sum over ranks, [t, d]; differentiable. summed: False skips
+    the sum and returns zeros, for callers that need only the gradient."""
     there = partial(_summed_part if summed else _no_part, group)
     found: Tensor = with_backward(there, partial(_gathered, group, len(x_Td)), x_Td)
     return found

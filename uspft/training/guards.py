@@ -123,8 +123,6 @@ FOR_NOT_FINITE = (
     "or look at these rows of data.train"
 )
 FOR_TOO_LARGE = f"{FOR_NOT_FINITE}; training.max_norm_spike says what is too large"
-
-
 FOR_MEMORY = (
     "try more parallel_config.context_parallel, deepspeed.zero_optimization.stage 3, "
     "memory.gradient_checkpointing, training.micro_batch_size 1 or a shorter data.sequence_length"

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -29,9 +28,6 @@ from uspft.training.guards import BadSteps, Guards, writing
 from uspft.training.learning_rate import learning_rate
 from uspft.training.meter import Meter
 from uspft.written import ADAPTER, INCIDENTS, METRICS, MODEL, new_exports, publish_exports
-
-if TYPE_CHECKING:
-    pass
 
 
 def train(run: Run, stop: Callable[[], bool]) -> None:

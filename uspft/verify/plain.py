@@ -32,8 +32,8 @@ from uspft.model.hf_config import attention_of
 from uspft.parameters.experts import CORRECTION
 from uspft.parameters.fill import generator
 from uspft.parameters.names import is_adapter, places
-from uspft.parameters.part import Part
 from uspft.switching.deal.micro_steps import rows_of_samples
+from uspft.tensor.parts import Part
 from uspft.verify.gradients import See
 from uspft.verify.work import Measured
 

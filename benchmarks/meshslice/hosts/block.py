@@ -18,11 +18,12 @@ from benchmarks.meshslice.hosts.blocks import MEGATRON, ONE_SLICE, TUNED, tuned
 from benchmarks.meshslice.hosts.grids import layout_on
 from benchmarks.meshslice.hosts.setting import HOSTS, SQUARE, Setting
 from benchmarks.meshslice.hosts.turns import in_turns, require_same
+from uspft.comm import Books
 from uspft.config.algorithms import row_of
 from uspft.families import ModelShape
 from uspft.kernels.torch_cpu import TorchCpu
 from uspft.layout import Layout
-from uspft.mesh import Groups
+from uspft.mesh import Groups, make_mesh
 from uspft.model import grid, parallel
 from uspft.model.attention import Bound
 from uspft.model.build import empty_model
@@ -34,7 +35,7 @@ from uspft.sequence import make_algorithm
 from uspft.tensor import TensorAlgorithm
 from uspft.tensor.megatron import Megatron
 from uspft.tensor.meshslice import MeshSlice
-from uspft.world import World, make_world
+from uspft.world import World
 
 ATTENTION = "planned_cp"
 """How the mesh rows, which hold different tokens of one row, share attention."""
@@ -127,7 +128,7 @@ def world_of(layout: Layout, tensor: TensorAlgorithm, groups: Groups) -> World:
     """This makes a layout live, by the way in which mesh rows share attention."""
     row = row_of(ATTENTION, layout.context)
     named = row, make_algorithm(row, layout.ulysses, layout.ring), tensor
-    return make_world(layout, named, TorchCpu(), torch.device("cpu"), groups)
+    return World(make_mesh(layout, groups, Books()), *named, TorchCpu(), torch.device("cpu"))
 
 
 def model_of(shape: ModelShape, layout: Layout, groups: Groups, *, copies: bool = False) -> Any:

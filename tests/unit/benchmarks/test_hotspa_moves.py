@@ -14,9 +14,9 @@ from torch import Tensor
 from benchmarks.switching.hotspa_moves import BoxDelivery, Moves, plan_moves
 from tests.support.stocks import LAYOUTS, SHAPES, SPLITS, mesh_shards, shards, some_shapes
 from uspft.layout import Layout
-from uspft.parameters.part import Part, as_slices
 from uspft.parameters.shards import MatrixSplit, Shards
 from uspft.switching.move.switch import Stock, held_stock
+from uspft.tensor.parts import Part, as_slices
 
 TWO_HOSTS = (0, 0, 1, 1)
 DP4, TP4, DP2_TP2 = Layout(data=4), Layout(mesh_columns=4), Layout(mesh_columns=2, data=2)
@@ -177,7 +177,7 @@ def test_any_parts_can_be_planned(seed: int) -> None:
 
 
 def flat_quarters(shape: tuple[int, ...], dice: random.Random) -> tuple[tuple[Part, ...], ...]:
-    from uspft.parameters.part import flat_boxes
+    from uspft.tensor.parts import flat_boxes
 
     whole = Part.whole(shape)
     cuts = [0, *sorted(dice.randint(0, whole.count) for _ in range(3)), whole.count]

@@ -30,9 +30,9 @@ from uspft.families.multimodal import own_name
 from uspft.job import Job
 from uspft.model.build import empty_model, require_fit
 from uspft.model.hf_config import model_config
-from uspft.parameters.part import Part
 from uspft.parameters.source import FolderWeights, WeightsError
 from uspft.prepare.model import serving_of
+from uspft.tensor.parts import Part
 
 
 def rewritten(folder: Path, change: Any) -> None:

@@ -21,14 +21,19 @@ from tests.support.runs import small_recipe
 from uspft.__main__ import main
 from uspft.checkpoint.folder import Checkpoint
 from uspft.checkpoint.identity import BASE
-from uspft.checkpoint.weights import carry_corrections, weights_of
+from uspft.checkpoint.weights import weights_of
 from uspft.config.inputs import ModelBlock
+from uspft.layout import Layout
+from uspft.mesh import Groups
 from uspft.model.adapter import AdapterStart
 from uspft.model.build import empty_model
 from uspft.model.hf_config import model_config
 from uspft.parameters.experts import corrections
-from uspft.parameters.part import Part
+from uspft.parameters.fill import fill
+from uspft.parameters.names import shapes_of
+from uspft.parameters.shards import Holders, Shards
 from uspft.parameters.source import FolderWeights, base_digest
+from uspft.tensor.parts import Part
 
 SEED, RANK, ALPHA = 5, 3, 6.0
 FREEZE = ["lora_A", r"layers\.0\..*lora_B"]
@@ -210,10 +215,14 @@ def test_corrections_are_read_with_the_weights_also_of_a_run_that_goes_on(
         init(own, place)
 
     monkeypatch.setattr(FolderWeights, "__init__", counted)
-    write_checkpoint(tmp_path / "out", base, {"model.norm.weight": torch.ones(16)})
+    shapes = shapes_of(empty_model(model_config(block, 64), torch.float32))
+    trained = {name: torch.ones(shape) for name, shape in shapes.items()}
+    write_checkpoint(tmp_path / "out", base, trained)
+    holders = Holders.of(Shards(Layout()), 0, Groups(), shapes)
     for checkpoint in (None, Checkpoint.known(tmp_path / "out/checkpoints/step-00000001")):
         model = empty_model(model_config(block, 64), torch.float32)
-        carry_corrections(weights_of(block, SEED, model, checkpoint), model)
+        source = weights_of(block, SEED, model, checkpoint)
+        fill(model, torch.float32, source, holders)
         found = corrections(model)
         assert found and all(torch.equal(one, files[name]) for name, one in found.items())
         assert all(one.any() for one in found.values())

@@ -88,7 +88,9 @@ def test_every_auto_is_told_with_its_reason(check: Callable[..., Said]) -> None:
     assert four.code == 0
     whole, *each = four.about("auto")
     assert whole.startswith("auto: by the model's sizes, for rows of one document (the ")
-    assert "not known yet, may change this), " in whole and "takes least of the ways" in whole
+    assert (
+        "not known yet, may change this), " in whole and "is the fastest layout that fits" in whole
+    )
     keys = [line.split(": ")[1] for line in each]
     assert keys == [*CHOSEN, "memory.recompute"]
     assert all(", since " in line for line in each)

@@ -1,4 +1,5 @@
-"""`plan` and `report` predict without torch and `check` refuses without it: it takes seconds."""
+"""`plan` and `report` predict without torch and `check` refuses without it: it takes seconds.
+The help of each verb."""
 
 from __future__ import annotations
 
@@ -7,6 +8,11 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
+
+from uspft.commands.arguments import HOSTFILE, OPTIONS, VERBS, starts_ranks
+from uspft.commands.main import main
 
 HEAVY = ("torch", "transformers", "deepspeed", "accelerate", "peft", "datasets")
 RECIPE = """
@@ -51,3 +57,16 @@ def test_plan_report_and_what_check_refuses_import_no_torch(tmp_path: Path) -> N
     assert imported == {"imports": [], "plan": [], "report": [], "refused": []}
     page = (output / "report.html").read_text()
     assert re.search(r"seconds of a step</td><td>[\d.]+</td>", page), "nothing was predicted"
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_the_help_of_a_verb_is_its_usage_and_says_every_option(
+    verb: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([verb, "--help"]) == 0
+    usage, *options = capsys.readouterr().out.split("\n  -")
+    named = {f"-{line.split()[0]}" for line in options}
+    taken = {*OPTIONS.get(verb, ()), *({HOSTFILE} if starts_ranks([verb]) else ())}
+    assert named == taken and all(len(line.split()) > 1 for line in options)
+    assert usage.startswith("usage: ") and all(name in usage for name in taken - {HOSTFILE})
+    assert not any(f" {other} " in usage for other in {*VERBS} - {verb, "recipes"})

@@ -152,5 +152,5 @@ def test_a_wrong_word_is_told(words: list[str], told: str) -> None:
 
 
 def test_a_package_without_its_repository_says_so(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="no recipes are beside the package"):
+    with pytest.raises(InputError, match="no recipes are next to the package"):
         recipes([], PLACE, tmp_path)

@@ -150,6 +150,11 @@ def test_a_broken_file_is_one_problem_with_its_line(tmp_path: Path, name: str) -
 
 def test_files_that_are_none(tmp_path: Path) -> None:
     assert lines(tmp_path / "no.yaml") == ["no.yaml:1: does not exist; check the path"]
+    (tmp_path / "mine.yaml").touch()
+    (near,) = lines(tmp_path / "mine.yml")
+    assert near == "mine.yml:1: does not exist; did you mean `mine.yaml`?"
+    (shipped,) = lines(tmp_path / "quickstart")
+    assert shipped.endswith("; to copy the shipped recipe of that name: recipes quickstart")
     (tmp_path / "folder").mkdir()
     assert lines(tmp_path / "folder") == ["folder:1: is a folder; name a YAML file"]
     large = write(tmp_path, GOOD + "#" * 300_000)

@@ -175,7 +175,8 @@ NAMES: dict[str, dict[str, str]] = {
         "average_tokens_across_devices: true": "leave it out: the loss is always divided by the "
         "target tokens of the whole step",
         "load_best_model_at_end: true": "here it is `checkpoint.keep_best`",
-        "push_to_hub: true": "upload `hf` in `output_dir` with `hf upload`: write false",
+        "push_to_hub: true": "leave it out: a run uploads nothing; afterwards `hf upload ORG/NAME "
+        "OUTPUT/hf` does",
     },
     "accelerate": {
         "num_processes: 8": "here it is `launch.processes`; all devices, which count in the batch",

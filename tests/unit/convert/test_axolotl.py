@@ -102,6 +102,22 @@ def test_a_key_means_here_what_it_means_there(name: str, tmp_path: Path) -> None
     assert {key: at(recipe, key) for key in wanted} == wanted
 
 
+def test_blocks_that_are_null_change_nothing(tmp_path: Path) -> None:
+    """axolotl's examples end in `deepspeed:`, `fsdp:` and `fsdp_config:` with nothing behind."""
+    asked = {"deepspeed": "zero3", "fsdp_config": {"reshard_after_forward": True}, "rl": "dpo"}
+    _, plain = converted(tmp_path, BASE, tool="axolotl")
+    outcome, recipe = converted(
+        tmp_path, {**BASE, **dict.fromkeys([*asked, "fsdp", "of_tomorrow"])}, tool="axolotl"
+    )
+    assert recipe == plain and "deepspeed" not in plain
+    lines = [str(remark) for remark in outcome.remarks if remark.weight == "ignored"]
+    for key in (*asked, "fsdp", "of_tomorrow"):
+        assert any(line.endswith(f" {key}: is null: asks for nothing") for line in lines), key
+    for key in ("deepspeed", "fsdp_config"):
+        _, other = converted(tmp_path, {**BASE, key: asked[key]}, tool="axolotl")
+        assert at(other, "deepspeed.zero_optimization.stage") == 3
+
+
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "prompts of another form": (
         {"datasets": [{"path": "a", "type": "alpaca_w_system.load"}]},

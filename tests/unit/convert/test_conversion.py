@@ -180,7 +180,7 @@ def test_a_tool_that_is_not_known_is_a_line(tmp_path: Path) -> None:
     (tmp_path / "theirs.yaml").write_text("base_model: x\n")
     assert "write one of" in refused_whole(tmp_path, "nemo")
     said = refused_whole(tmp_path, None)
-    assert said.endswith(f"add --from and one of {', '.join(TOOLS_READ)}")
+    assert f"add --from and one of {', '.join(TOOLS_READ)}; for any other tool " in said
     (tmp_path / "theirs.yaml").write_text("seed: 1\nmodel: {}\n")
     assert "has the keys of no tool" in refused_whole(tmp_path, None)
     (tmp_path / "theirs.yaml").write_text("model: {}\ndata: {}\ntraining: {}\n")
@@ -192,7 +192,7 @@ def test_a_scalar_where_a_block_is_wanted_is_a_line(tmp_path: Path) -> None:
     outcome, _ = converted(tmp_path, {**tree, "datasets": "a.jsonl"})
     assert any("datasets: is no list of mappings" in line for line in outcome.lines())
     outcome, _ = converted(tmp_path, {**tree, "learning_rate": {"peak": 1e-5}})
-    said = "learning_rate.peak: stands in a block, and `learning_rate` takes one value"
+    said = "learning_rate.peak: is in a block, and `learning_rate` takes one value"
     assert any(said in line for line in outcome.lines())
     outcome, _ = converted(tmp_path, {**MINDSPORE, "parallel_config": 3}, None)
     assert any("parallel_config: is no key of" in line for line in outcome.lines())
@@ -211,6 +211,12 @@ def test_what_is_no_recipe_is_told_with_their_key_and_line(tmp_path: Path) -> No
     assert "sequence_len: as `data.sequence_length`: " in found
     assert "lora_r: as `model.adapter.rank`: " in found
     assert not (tmp_path / "r.yaml").exists()
+
+
+def test_a_key_of_theirs_on_the_command_line_is_refused(tmp_path: Path) -> None:
+    """Only keys of a recipe settle what is refused."""
+    with pytest.raises(InputError, match="lora_r: is no key of a recipe; change it in theirs"):
+        convert(Path("theirs.yaml"), ["lora_r=4"], "", to=tmp_path / "r.yaml")
 
 
 def test_the_command_line_settles_what_is_refused(tmp_path: Path) -> None:

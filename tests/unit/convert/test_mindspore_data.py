@@ -47,6 +47,10 @@ def test_alpaca_becomes_packed_rows(tmp_path: Path) -> None:
         "data.overlong": "truncate",
     }
     assert outcome.values["model.tokenizer"] == "/models/base"
+    shifted = with_blocks(config={"input_sliced_sig": True})
+    outcome = converted(tmp_path, {**shifted, "train_dataset": tree["train_dataset"]})
+    line = line_of(outcome, "model.model_config.input_sliced_sig")
+    assert line.endswith("labels are made here, of the samples' tokens") and not outcome.refused
     del tree["train_dataset"]["data_loader"]["handler"][2]
     assert converted(tmp_path, tree).values["data.packing"] == "none"
 

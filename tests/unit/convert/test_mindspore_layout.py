@@ -169,7 +169,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "documents beside a ring": (
         {"config": {"use_eod_attn_mask_compression": True, "use_ring_attention": True}},
-        "beside use_ring_attention",
+        "together with use_ring_attention",
     ),
     "few micro-batches": (
         {"parallel_config": {"pipeline_stage": 4, "micro_batch_num": 2}},

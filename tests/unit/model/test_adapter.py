@@ -15,7 +15,7 @@ from uspft.config.inputs import AdapterBlock
 from uspft.model import dropout
 from uspft.model.adapter import AdapterStart, lora_config, merged
 from uspft.model.dropout import TokenDropout, token_words
-from uspft.parameters.part import Part
+from uspft.tensor.parts import Part
 
 NAME, SEED = "model.layers.3.mlp.down_proj", 11
 

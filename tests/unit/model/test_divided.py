@@ -15,9 +15,8 @@ from uspft.comm import Group
 from uspft.families.projections import COLUMNS, ROWS
 from uspft.layout import Layout
 from uspft.model.divided import Call, PartLinear
-from uspft.parameters.part import Part
 from uspft.parameters.shards import MatrixSplit
-from uspft.tensor.parts import Range, part_index
+from uspft.tensor.parts import Part, Range, part_index
 
 WIDE, TALL, TOKENS = 12, 24, 5
 SPLITS = {

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from tests.support.models import ARCHITECTURES, VOCABULARY
 from uspft.model.dropout import TokenDropout, token_words
 from uspft.model.tile_sizes import mlp_tile_tokens
-from uspft.model.tiles import Tiled, inner_features, work_in_tiles
+from uspft.model.tiles import Tiled, work_in_tiles
 
 TOKENS = 33
 NORMED = (
@@ -228,5 +228,3 @@ def test_the_size_of_a_tile() -> None:
     assert mlp_tile_tokens(5, 14336) == 5
     assert mlp_tile_tokens("auto", 14336) == 2340
     assert mlp_tile_tokens("auto", 1 << 20) == 1024
-    assert inner_features(model_of("qwen3_moe").config) == 2 * 24
-    assert inner_features(model_of("mixtral").config) == 2 * 48

@@ -15,8 +15,8 @@ from uspft.config.inputs import ModelBlock
 from uspft.model.build import empty_model, require_fit
 from uspft.model.hf_config import model_config
 from uspft.parameters.experts import dequantised
-from uspft.parameters.part import Part
 from uspft.parameters.source import FolderWeights, WeightsError
+from uspft.tensor.parts import Part
 
 EXPERTS = "model.layers.0.mlp.experts"
 

@@ -11,9 +11,9 @@ import torch
 from uspft.config.recipe import Strategy
 from uspft.layout import Layout
 from uspft.parameters.counting import is_counted, is_summed
-from uspft.parameters.part import Part, as_slices, flat_boxes
 from uspft.parameters.shards import MatrixSplit, Shards, outside, owned, owned_parts
 from uspft.prepare.model import inside_findings
+from uspft.tensor.parts import Part, as_slices, flat_boxes
 
 Ranges = tuple[tuple[int, int], ...]
 
@@ -107,7 +107,8 @@ def test_a_rank_may_hold_nothing_of_a_parameter() -> None:
     assert list(held.parts("norm", (3,)).values()) == [[0, 1, 2, 3]]
     assert list(held.parts("experts", (2, 3)).values()) == [[4, 5], [6, 7]]
     assert [is_counted(held, "norm", rank) for rank in range(8)] == [True, False] * 2 + [False] * 4
-    assert owned(held, "up", (4, 3), 1) == (Part.nothing((4, 3)), (0, 0))
+    assert held.part("up", (4, 3), 1) == Part.nothing((4, 3))
+    assert owned(held, "up", (4, 3), 1) == (0, 0)
     assert [len(parts) for parts in owned_parts(held, "norm", (8,))] == [1] * 4 + [0] * 4
     nothing = held.part("up", (4, 3), 0)
     assert nothing.count == 0 and nothing.cut(torch.ones(4, 3)).shape == (0, 0)

@@ -24,9 +24,9 @@ from uspft.parameters import source
 from uspft.parameters.experts import as_files, corrections, is_experts
 from uspft.parameters.fill import RandomWeights, decays, fill, generator
 from uspft.parameters.names import shapes_of
-from uspft.parameters.part import Part
 from uspft.parameters.shards import Holders, Shards
 from uspft.parameters.source import FolderWeights, WeightsError
+from uspft.tensor.parts import Part
 
 
 @pytest.fixture(scope="module", params=FAMILIES)

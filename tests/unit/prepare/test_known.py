@@ -66,6 +66,15 @@ def test_a_name_of_a_shipped_file_is_enough(recipe: Path) -> None:
     assert examined.hardware.startswith("a800 (as launch.hardware says): ")
 
 
+def test_ranks_elsewhere_may_be_gpus_that_are_not_here(recipe: Path) -> None:
+    hint = "; for GPUs that are not here write launch.device=cuda"
+    here, words = ["launch.device=auto"], ["model.dtype=bfloat16", "launch.processes=auto"]
+    assert examine(recipe, [*here, *words], 1, 8).hardware.endswith(hint)
+    there = examine(recipe, ["launch.device=cuda", *words], 1, 8)
+    assert there.hardware.startswith("h100 ") and not there.hardware.endswith(hint)
+    assert not found(recipe, *here).hardware.endswith(hint)
+
+
 def test_auto_is_settled_and_told(recipe: Path) -> None:
     examined = found(recipe)
     assert examined.recipe.launch.hardware == "cpu"

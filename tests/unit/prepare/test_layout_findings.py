@@ -54,7 +54,7 @@ def zero(**more: Any) -> dict[str, Any]:
 LAYOUT = {"max_length": 32, "context_parallel": 2, "context_parallel_algo": "ring_cp"}
 STAGED = {"max_length": 32, "pipeline_stage": 2}
 WRONG: list[tuple[str, dict[str, Any], str, str]] = [
-    ("deepspeed.zero_optimization.stage", {"deepspeed": zero(stage=0)}, "is 0, beside", "1, 2 or"),
+    ("deepspeed.zero_optimization.stage", {"deepspeed": zero(stage=0)}, "is 0, with", "1, 2 or"),
     (
         "parallel_config.strategies[0].pipeline_stage",
         {"parallel_config": {"strategies": [STAGED], "switching": "in_place"}},
@@ -112,7 +112,7 @@ WRONG: list[tuple[str, dict[str, Any], str, str]] = [
             f"deepspeed.zero_optimization.{key}",
             {"deepspeed": zero(stage=3, **{key: value})},
             f"is {str(value).lower()}, and DeepSpeed has no MiCS any more",
-            "leave it out: beside stages ZeRO divides what a stage has over the ranks of that",
+            "leave it out: with stages ZeRO divides what a stage has over the ranks of that",
         )
         for key, value in (("mics_shard_size", 2), ("mics_hierarchical_params_gather", True))
     ),

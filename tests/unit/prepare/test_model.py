@@ -14,10 +14,10 @@ from tests.support.data_cases import CHAT, TEMPLATES, TOKENIZER, block, faults_o
 from tests.support.launch import ROOT
 from tests.support.models import make_model
 from uspft.config import Fault, RecipeError
-from uspft.parameters.part import Part
 from uspft.parameters.source import FolderWeights, GrownWeights, WeightsError
 from uspft.prepare.examine import examine
 from uspft.prepare.model import examine_model, fetched, with_tokens
+from uspft.tensor.parts import Part
 
 NEW = ["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
 TABLE = "model.embed_tokens.weight"
@@ -85,7 +85,7 @@ def test_what_cannot_be_is_refused_by_name(tmp_path: Path) -> None:
             {"add_tokens": NEW, "adapter": adapter},
             "model.add_tokens: is set together with `model.adap",
         ),
-        ({"add_tokens": [*NEW, NEW[0]]}, "model.add_tokens[3]: `<|start_header_id|>` stands th"),
+        ({"add_tokens": [*NEW, NEW[0]]}, "model.add_tokens[3]: `<|start_header_id|>` is listed tw"),
         ({"add_tokens": [3]}, "model.add_tokens[0]: "),
     ):
         with pytest.raises(RecipeError) as caught:

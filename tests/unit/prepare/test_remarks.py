@@ -17,7 +17,7 @@ from uspft.config import Recipe, load
 from uspft.data.corpus.prepare import prepare
 from uspft.prepare.examine import Examined, examine
 from uspft.prepare.make_plan import ranking_of, step_of
-from uspft.prepare.remarks import expert_side, length_of_run, rate_after
+from uspft.prepare.remarks import expert_side, length_of_run, rate_after, too_short
 from uspft.training.learning_rate import learning_rate
 
 RECIPES = Path(__file__).parents[3] / "recipes"
@@ -183,17 +183,37 @@ def corpus(tmp_path: Path) -> Path:
 
 
 def test_rows_padding_steps_and_epochs_are_told(tmp_path: Path, corpus: Path) -> None:
-    rows = "4 rows of 8 tokens an epoch, 18.8% of them padding"
-    assert length_of_run(recipe(tmp_path), corpus, 10) == f"{rows}; 10 steps of 2 rows, 5 epochs"
+    rows = "run: 4 rows of 8 tokens an epoch, 18.8% of them padding"
+    assert length_of_run(recipe(tmp_path), corpus, 10) == [f"{rows}; 10 steps of 2 rows, 5 epochs"]
     once = {"epochs": 1, "global_batch_size": 3}
     told = length_of_run(recipe(tmp_path, training=once), corpus, 2)
-    assert told == f"{rows}; 2 steps of 3 rows, 1 epoch"
+    assert told == [f"{rows}; 2 steps of 3 rows, 1 epoch"]
     alone = {"steps": 3, "global_batch_size": 1}
     told = length_of_run(recipe(tmp_path, training=alone), corpus, 3)
-    assert told == f"{rows}; 3 steps of a row, 0.75 epochs"
+    assert told == [f"{rows}; 3 steps of a row, 0.75 epochs"]
+    many = {"steps": 10_000, "global_batch_size": 1}
+    told = length_of_run(recipe(tmp_path, training=many), corpus, 10_000)
+    assert told == [f"{rows}; 10,000 steps of a row, 2,500 epochs"]
     alone = {"steps": 1, "global_batch_size": 1}
     told = length_of_run(recipe(tmp_path, training=alone), corpus, 1)
-    assert told == f"{rows}; 1 step of a row, 0.25 epochs"
+    assert told == [f"{rows}; 1 step of a row, 0.25 epochs"]
+
+
+def test_epochs_that_are_fewer_steps_and_a_warm_up_without_end_are_told(
+    tmp_path: Path, corpus: Path
+) -> None:
+    epochs = recipe(tmp_path, training={"epochs": 3, "global_batch_size": 8})
+    told = length_of_run(epochs, corpus, 2)
+    assert told[:-1] == [
+        "warning: training.global_batch_size: is 8, more than the 4 of an epoch, so that 3 epochs "
+        "are 2 steps; write at most 4 for a step an epoch"
+    ]
+    rises = recipe(tmp_path, lr_schedule={"warmup_steps": 10})
+    assert [*too_short(rises, 10)] == [
+        "lr_schedule.warmup_steps: is 10, and the run has 10 steps, so that the learning rate "
+        "rises to its end; write fewer, or warmup_ratio"
+    ]
+    assert not [*too_short(rises, 11)]
 
 
 def test_with_strategies_samples_are_counted(tmp_path: Path, corpus: Path) -> None:
@@ -201,7 +221,7 @@ def test_with_strategies_samples_are_counted(tmp_path: Path, corpus: Path) -> No
     told = length_of_run(
         recipe(tmp_path, parallel_config={"strategies": strategies}, deepspeed={}), corpus, 10
     )
-    assert told == "4 samples an epoch; 10 steps of 2 samples, 5 epochs"
+    assert told == ["run: 4 samples an epoch; 10 steps of 2 samples, 5 epochs"]
 
 
 def checkpoint(folder: Path, step: int, was: Recipe, steps: int) -> Checkpoint:

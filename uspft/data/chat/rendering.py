@@ -248,9 +248,9 @@ def require_turns(
     """Check that the text has every turn: templates silently leave out roles that they do not know.
 
     For an answer only its calls are checked, since templates omit earlier thoughts. Another turn is
-    present if the template writes its role and the text has its content at least as often as all
-    turns have it; otherwise the text must change when the content of this turn does. more: tools
-    and other settings. Raises SampleFault.
+    present if the template writes its role and the text contains its content as many times as the
+    turns do; otherwise the text must change when this turn's content is changed. more: tools and
+    other settings. Raises SampleFault.
     """
     ordered = _in_order(turns, text)
     held = "" if ordered else "\0".join(piece for turn in turns for piece in _shown(turn, text))

@@ -53,7 +53,7 @@ def turn_spans(
         span = _grown(write, turns, text, i) if style.prompts else None
         start, stop = span or _replaced(write, turns, text, i, style)
         if found and start < found[-1][1]:
-            raise SpanUnknown(f"messages[{i}] cannot be told from the turn before it")
+            raise SpanUnknown(f"messages[{i}] cannot be told apart from the turn before it")
         found.append((start, _ended(text, start, stop, style.tokens)))
     return found
 

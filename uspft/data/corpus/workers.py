@@ -70,10 +70,8 @@ class Encoder:
         return sample
 
     def tried(self, record: Record | BadRecord, shown: str) -> Sample | BadRecord:
-        """Return what `sample` returns, or a BadRecord for a fault.
-
-        shown: the name of the file or split.
-        """
+        """Return what `sample` returns, or a BadRecord for a fault. shown: the name of the file or
+        split."""
         if isinstance(record, BadRecord):
             return record
         try:

@@ -121,10 +121,8 @@ _MARK = "a byte-order mark inside the array", "take it out"
 
 
 def _json_objects(file: SourceFile) -> Iterator[Entry | BadRecord]:
-    """Yield the objects of JSON Lines, unparsed, or of an array.
-
-    A file is an array if it begins with `[`, unless `_is_lines`.
-    """
+    """Yield the objects of JSON Lines, unparsed, or of an array. A file is an array if it begins
+    with `[`, unless `_is_lines`."""
     with opened(file)[0] as handle:
         head = handle.read(1 << 16).removeprefix(BOM).lstrip()
     if head.startswith(b"[") and not _is_lines(file):
@@ -196,7 +194,8 @@ def fields_of(entry: Entry, file: SourceFile | None) -> dict[str, Any]:
     if raw.startswith(BOM):
         raise SampleFault(f"{A_MARK} begins the line, as where files were joined; take it out")
     try:
-        fields = json.loads(raw.decode("utf-8"))
+        # without its line's end, behind which json would see a cut object break, in column 1
+        fields = json.loads(raw.rstrip(b" \t\r\n").decode("utf-8"))
     except UnicodeDecodeError as error:
         raise SampleFault(not_utf8(file, raw, error.start)) from error
     except json.JSONDecodeError as error:
@@ -436,7 +435,7 @@ def _names(row: list[str], wrong: str, kind: str) -> list[str]:
     mark, marks = _DELIMITERS[kind]
     for other, remedy in _OTHER_DELIMITERS.items():
         if len(row) == 1 and other in row[0] and other != mark:
-            what = f"its columns stand apart by {other!r}, not by {marks}: {_REST}"
+            what = f"its columns are separated by {other!r}, not by {marks}: {_REST}"
             remedy = remedy or "save it with commas, or with tabs as .tsv"
             raise SampleFault(f"{what}; {remedy}")
     if any(BOM.decode() in name for name in row):

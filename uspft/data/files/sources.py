@@ -293,7 +293,7 @@ def _unread(files: list[SourceFile], declared: str, alone: bool) -> Iterator[tup
         elif indexed and declared not in ("auto", "megatron"):
             yield file.shown, f"is an index of token ids, not {declared}", "leave the format out"
         elif indexed and not file.packed and not os.path.isfile(file.path.with_suffix(".bin")):
-            what = f"has no {file.path.with_suffix('.bin').name} beside it, which holds its tokens"
+            what = f"has no {file.path.with_suffix('.bin').name} next to it, which holds its tokens"
             yield file.shown, what, "put it there" + other
         elif _BINARY.fullmatch(ending):
             convert = "convert it to JSON Lines (data/README.md shows the formats)"

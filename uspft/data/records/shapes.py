@@ -527,10 +527,7 @@ def _near(shape: RecordShape, fields: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _may_be(ours: str, name: str, value: Any) -> bool:
-    """Tell whether a field may be our field `ours`.
-
-    value: None where it is not known.
-    """
+    """Tell whether a field may be our field `ours`. value: None where it is not known."""
     if ours in ("messages", "input_ids"):
         text = ours == "messages" and isinstance(value, str) and value.lstrip().startswith("[")
         return value is None or isinstance(value, list) or text

@@ -149,6 +149,8 @@ class RowLoader(ABC):
     """The unit of what a step takes from the data, in messages."""
     worlds: Sequence[World] = ()
     """The live layout of each strategy, if the recipe has several."""
+    passes: int
+    """The most micro-batches that a rank has in a step."""
 
     def __init__(
         self,
@@ -338,6 +340,7 @@ class StepLoader(RowLoader):
     ) -> None:
         super().__init__(stream, row_tokens, rows_per_step, last_row, orders)
         self._world, self._rows_per_batch = world, rows_per_batch
+        self.passes = -(-rows_per_step // (rows_per_batch * world.layout.data))
 
     def on_host(self, step: int) -> list[Batch]:
         return [self._cut(self._world, indices) for indices in self._indices(step)]
@@ -346,8 +349,7 @@ class StepLoader(RowLoader):
         """Return the rows of this replica's micro-batches, EMPTY where the step has no more."""
         rows, each = self.rows_of(step), self._rows_per_batch
         per_pass = each * self._world.layout.data
-        passes = -(-self._rows_per_step // per_pass)
-        firsts = [number * per_pass + self._world.replica * each for number in range(passes)]
+        firsts = [number * per_pass + self._world.replica * each for number in range(self.passes)]
         return [
             [rows[i] if i < len(rows) else EMPTY for i in range(first, first + each)]
             for first in firsts
@@ -412,10 +414,7 @@ class EvalSet:
 
 
 def evaluation_sets(job: Job, world: World) -> list[EvalSet]:
-    """Return the evaluation sets of a job.
-
-    world: the live layout that splits their rows.
-    """
+    """Return the evaluation sets of a job. world: the live layout that splits their rows."""
     data, training = job.recipe.data, job.recipe.training
     each = training.eval_micro_batch_size or training.micro_batch_size
     at_once = each * world.layout.data

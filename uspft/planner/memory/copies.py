@@ -59,11 +59,8 @@ class CopiesUnderWay:
         self._begun: dict[int, Tensor] = {}
 
     def begin(self, copy: int, x: Tensor, *, sends: bool = True) -> None:
-        """Record a copy's transfer.
-
-        sends: whether to start it now rather than in `send`; a recomputation's graph has the order
-        of the first run's.
-        """
+        """Record a copy's transfer. sends: whether to start it now rather than in `send`; a
+        recomputation's graph has the order of the first run's."""
         x = self._tape.viewed(x)
         self._there[copy] = self._start(x.storage, self._into) if sends else [x.storage]
 

@@ -16,8 +16,9 @@ from uspft.planner.memory.pipeline import ROUNDS, each_chunk, rank_bytes
 from uspft.planner.memory.sizes import layers_of
 from uspft.planner.memory.zero import State, state_of
 from uspft.planner.options import Options
-from uspft.planner.stages import chunk_multiple, cut_by_flops, stage_layers, stages_of
+from uspft.planner.stages import cut_by_flops, stage_layers, stages_of
 from uspft.planner.step_shape import ROUNDING, DrawnRows, Memo
+from uspft.sequence import chunk_multiple
 
 if TYPE_CHECKING:
     from uspft.families import ModelShape
@@ -194,12 +195,9 @@ def unpredicted(shape: ModelShape) -> tuple[str, ...]:
 
 
 def activations_in(one: PassBytes, batch: float, state: State) -> tuple[dict[str, float], float]:
-    """Return the bytes of activations by part at their peak, and those on the host.
-
-    one, batch: the bytes of one micro-batch and its batch, with all layers in one stage. state: the
-    model's state, whose additional bytes in a layer and during the loss count as parts if the peak
-    is there.
-    """
+    """Return the bytes of activations by part at their peak, and those on the host. one, batch: the
+    bytes of one micro-batch and its batch, with all layers in one stage. state: the model's state,
+    whose additional bytes in a layer and during the loss count as parts if the peak is there."""
     layers = list(zip(one.layers, one.routers, strict=True))
     waiting = ((each.held if one.offloads else each.kept) + own for each, own in layers)
     below = [*accumulate(waiting, initial=one.embedded)]

@@ -368,9 +368,7 @@ def _sent(
     tape: Tape, exchange: Exchange, arrival: Arrival, parts: list[Storage], token: BytesPerToken
 ) -> list[tuple[Storage, Storage]]:
     """Return the gradients of an arrival's keys that are sent, and the buffers of those received.
-
-    parts: the keys' gradients as one tensor; changed in place.
-    """
+    parts: the keys' gradients as one tensor; changed in place."""
     if len(arrival.sizes) > 1:
         parts[:] = [tape.new(token.pair * size) for size in arrival.sizes]
     homes = [exchange.leaving(distance, arrival.leg) for distance in arrival.leg.distances]

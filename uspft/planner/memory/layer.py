@@ -227,10 +227,7 @@ class Layer:
     def _normed(
         self, found: Tensor, kind: str, heads: int, gate: list[Tensor] | None = None
     ) -> Tensor:
-        """Return projected queries or keys, normed if the layer norms them.
-
-        gate: as in _qkv.
-        """
+        """Return projected queries or keys, normed if the layer norms them. gate: as in _qkv."""
         tape, s = self.tape, self.sizes
         name = f"self_attn.{kind}_norm"
         trains, tokens = self._trains(name), s.sharing.tokens
@@ -313,11 +310,9 @@ def norm(
     split: bool | None = None,
     weighs: bool = True,
 ) -> Tensor:
-    """Return the norm of x, in tiles if the options say so.
-
-    number: how many norms that is. split: whether its features are split over ranks; None: hidden
-    features. weighs: whether it has a weight.
-    """
+    """Return the norm of x, in tiles if the options say so. number: how many norms that is. split:
+    whether its features are split over ranks; None: hidden features. weighs: whether it has a
+    weight."""
     wide, tile = sizes.wide, sizes.tile
     tokens = sizes.between if split is None else sizes.sharing.tokens
     some = bool(sizes.mesh_rows) if split is None else split

@@ -127,11 +127,8 @@ class LayerTape(Tape):
         bias: float = 0.0,
         matrix: Tensor | None = None,
     ) -> Tensor:
-        """Return the product of x with a matrix.
-
-        weight, bias: the bytes of their gradients. matrix: set if the matrix is not a parameter;
-        `trains` is then ignored.
-        """
+        """Return the product of x with a matrix. weight, bias: the bytes of their gradients.
+        matrix: set if the matrix is not a parameter; `trains` is then ignored."""
         by = matrix or self.parameter(trains)
         kept = (x.storage if by.node else None), (by.storage if x.node else None)
         before, wants, trains = x.size, x.node, bool(by.node)
@@ -146,10 +143,8 @@ class LayerTape(Tape):
     def rms_norm(
         self, x: Tensor, wide: float, number: float, how: NormKind, *, trains: bool
     ) -> Tensor:
-        """Return transformers' RMS norm of x.
-
-        wide: the bytes in float32. number: how many vectors are normed.
-        """
+        """Return transformers' RMS norm of x. wide: the bytes in float32. number: how many vectors
+        are normed."""
         inner = self._as(x, wide)
         scale = self._mean_square(inner, WIDE * number, how)
         inner = self.multiplied(inner, scale)

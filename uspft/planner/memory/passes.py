@@ -223,10 +223,7 @@ class PassBytes:
 def pass_bytes(
     shape: ModelShape, layout: Layout, row_tokens: int, options: Options, behind: float = 0.0
 ) -> tuple[PassBytes, float]:
-    """Return the bytes of one micro-batch by layer, and of its batch.
-
-    behind: as in RowSharing.
-    """
+    """Return the bytes of one micro-batch by layer, and of its batch. behind: as in RowSharing."""
     kinds = layers_of(shape, layout, row_tokens, options, behind)
     outside = outside_trains(options.lora, options.freeze)
     # With checkpointing transformers makes the embedding's output require a gradient.
@@ -290,10 +287,7 @@ def pass_bytes(
 
 def chunk_keys(layer: LayerSizes) -> ChunkKeys:
     """Return the bytes of the largest chunk's keys and values in a layer, or of the state that it
-    passes to the next chunk; the state's gradient is not counted.
-
-    layer: of that chunk.
-    """
+    passes to the next chunk; the state's gradient is not counted. layer: of that chunk."""
     if layer.state:
         of = layer.state.sizes
         return ChunkKeys(float(of.values * of.key_dim * of.value_dim * WIDE), 0.0, 0.0)

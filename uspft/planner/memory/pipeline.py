@@ -35,9 +35,7 @@ class Moment(NamedTuple):
 def _sums(keys: Sequence[ChunkKeys], sizes: Sequence[float], chunk: int) -> list[float]:
     """Return the bytes of gradients of a row's keys, and of this chunk's saved keys in lower
     layers, during the chunk's backward in each layer of a stage, and (last) before it begins.
-
-    sizes: of the chunks.
-    """
+    sizes: of the chunks."""
     last, before = len(sizes) - 1, sum(sizes[:chunk])
     with_this = (before + sizes[chunk]) * (chunk < last)
     found = []
@@ -166,10 +164,8 @@ def _stage_bytes(
 def moments(
     ranks: int, schedule: Schedule, micro_batches: int, rank: int, begun: int = 0
 ) -> tuple[Moment, ...]:
-    """Return the distinct times at which a rank begins a backward.
-
-    begun: the first of its stages that has one.
-    """
+    """Return the distinct times at which a rank begins a backward. begun: the first of its stages
+    that has one."""
     virtual, last = schedule.virtual, ranks * schedule.virtual - 1
     actions = actions_of(schedule.scheduler, rank, ranks, micro_batches, virtual, schedule.chunks)
     under_way = [[0] * schedule.chunks for _ in range(virtual)]
@@ -204,10 +200,8 @@ def _source(kind: str, stage: int, last: int, ranks: int) -> int:
 
 
 def _send(lines: dict[int, list[bool]], to: int, *, alone: bool) -> None:
-    """Count a tensor that a connection keeps alive.
-
-    alone: whether nothing else does; a forward's output is needed by the backward anyway.
-    """
+    """Count a tensor that a connection keeps alive. alone: whether nothing else does; a forward's
+    output is needed by the backward anyway."""
     lines[to] = [*lines.get(to, []), alone][-SENT:]
 
 

@@ -275,11 +275,8 @@ class LayerSizes:
     def of_tile(
         self, some: Sharing | StateHeads | None = None, use: str = "", *, split: bool = False
     ) -> LayerSizes:
-        """Return the layer's sizes for a tile of tokens.
-
-        some: other heads, as Sharing or StateHeads. use: as in the field. split: whether the tile
-        is split over tensor ranks.
-        """
+        """Return the layer's sizes for a tile of tokens. some: other heads, as Sharing or
+        StateHeads. use: as in the field. split: whether the tile is split over tensor ranks."""
         sharing = some if isinstance(some, Sharing) else self.sharing
         state = some if isinstance(some, StateHeads) else self.state
         tokens = min(self.tile or sharing.tokens, sharing.tokens)
@@ -339,10 +336,8 @@ class LayerSizes:
 def layers_of(
     shape: ModelShape, layout: Layout, row_tokens: int, options: Options, behind: float = 0.0
 ) -> list[LayerSizes]:
-    """Return the sizes of every layer on a rank; equal layers are one object.
-
-    behind: as in RowSharing.
-    """
+    """Return the sizes of every layer on a rank; equal layers are one object. behind: as in
+    RowSharing."""
     tokens, columns = -(-options.micro_batch * row_tokens // layout.context), layout.mesh_columns
     windows, lora = layer_windows(shape), options.lora
     trains = trained_layers(shape, lora, options.freeze)

@@ -91,11 +91,8 @@ class StateLayer(Layer):
 
     def _by_key_heads(self, x: Tensor, held: list[Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return queries with keys and values, the output's gate, and both gates of the rule, if
-        one projection has everything of a key head.
-
-        held: receives what the forward references until its end, followed by what it references
-        until the convolution is done.
-        """
+        one projection has everything of a key head. held: receives what the forward references
+        until its end, followed by what it references until the convolution is done."""
         tape, of = self.tape, self._heads
         both, gates = (self.project(x, name) for name, _ in of.into)
         queries, keys, values = of.taken(of.sizes)[:3]
@@ -121,10 +118,8 @@ class StateLayer(Layer):
 
 def convolved(tape: LayerTape, x: Tensor, of: StateHeads, trains: bool) -> Tensor:
     """Return the convolution's output for x, including the extra positions of its padding, which
-    are cut off.
-
-    If ranks share a row, the tokens before each fragment are inserted before it, and removed again.
-    """
+    are cut off. If ranks share a row, the tokens before each fragment are inserted before it, and
+    removed again."""
     sizes, size, shared = of.sizes, x.size, of.ring * of.ulysses > 1
     if shared:
         x = _with_halo(tape, x, of)

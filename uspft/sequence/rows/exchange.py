@@ -102,10 +102,7 @@ class Arrival:
     """The keys that a leg brings, sorted by position, so that a run of queries needs one block."""
 
     def __init__(self, share: Share, leg: Leg, sent: list[tuple[Span, ...]]) -> None:
-        """Sort the keys by position.
-
-        sent: the positions that each of the leg's ranks sends.
-        """
+        """Sort the keys by position. sent: the positions that each of the leg's ranks sends."""
         self.leg, self.sent = leg, sent
         self.sizes = [tokens_in(spans) for spans in sent]
         self.keys = Holding([span for spans in sent for span in spans])

@@ -9,8 +9,24 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain, pairwise
+from typing import TYPE_CHECKING, NamedTuple
 
 from uspft.blocks import HeadRange
+
+if TYPE_CHECKING:
+    from uspft.layout import Layout
+
+
+class Heads(NamedTuple):
+    """The number of query heads, that of KV heads, and the head dim of one attention layer."""
+
+    query: int
+    kv: int
+    dim: int
+
+    def on(self, ranks: int) -> Heads:
+        """Return the heads of one of `ranks` tensor ranks, which may replicate KV heads."""
+        return Heads(self.query // ranks, max(self.kv // ranks, 1), self.dim)
 
 
 @dataclass(frozen=True)
@@ -129,3 +145,17 @@ def turns_of(query: int, kv: int, members: int, at_once: int) -> int:
     groups = key_groups(query, kv, members, at_once)
     turns = [one.widths(turn) for one in groups for turn in range(len(one.queries))]
     return max(sum(width > 0 for width in of_member) for of_member in zip(*turns, strict=True))
+
+
+def head_shapes(heads: Heads, layout: Layout, at_once: int | None = None) -> list[Heads]:
+    """Return the heads of the attention calls that ranks make, each combination once.
+
+    heads: the model's. at_once: query heads of a KV head in one call; None: all heads are.
+    """
+    query, kv, dim = heads.on(layout.mesh_columns)
+    if at_once:
+        groups = key_groups(query, kv, layout.ulysses, min(at_once, query // kv))
+        turns = (one.widths(turn) for one in groups for turn in range(len(one.queries)))
+        return [Heads(width, 1, dim) for width in sorted({*chain(*turns)} - {0})]
+    calls = split_heads(query, kv, layout.ulysses).calls(query // kv)
+    return [Heads(query, kv, dim) for query, kv in sorted(calls)]

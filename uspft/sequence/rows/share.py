@@ -46,10 +46,8 @@ class Share:
         place: tuple[int, int],
         window: int | None = None,
     ) -> None:
-        """Concatenate the rows.
-
-        place: (Ulysses degree, this rank's index among those that share the rows).
-        """
+        """Concatenate the rows. place: (Ulysses degree, this rank's index among those that share
+        the rows)."""
         self._rows, self._orders, self._place = rows, orders, place
         self.chunks: Any = None
         """The `ChunkShares` of the same rows, where chunks of them pass through a pipeline."""

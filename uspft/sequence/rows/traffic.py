@@ -14,21 +14,9 @@ from uspft.families import StateSizes
 from uspft.segments import Segments
 from uspft.sequence.rows.exchange import Exchange
 from uspft.sequence.rows.fragments import Fragment, chains_in, fragments_of, needed, needs_of
-from uspft.sequence.rows.heads import key_groups, key_ranges, split_heads, turns_of
+from uspft.sequence.rows.heads import Heads, key_groups, key_ranges, split_heads, turns_of
 from uspft.sequence.rows.share import Order, RowParts, Share
 from uspft.sequence.rows.spans import Holding, tokens_in
-
-
-class Heads(NamedTuple):
-    """The number of query heads, that of KV heads, and the head dim of one attention layer."""
-
-    query: int
-    kv: int
-    dim: int
-
-    def on(self, ranks: int) -> Heads:
-        """Return the heads of one of `ranks` tensor ranks, which may replicate KV heads."""
-        return Heads(self.query // ranks, max(self.kv // ranks, 1), self.dim)
 
 
 class Traffic(NamedTuple):
@@ -230,10 +218,8 @@ def state_cost(
 
 
 def _together(every: Iterable[Sequence[Traffic]]) -> list[Traffic]:
-    """Return what each rank sends in all transfers together.
-
-    every: the traffic by transfer and rank.
-    """
+    """Return what each rank sends in all transfers together. every: the traffic by transfer and
+    rank."""
     return [Traffic(*map(sum, zip(*each, strict=True))) for each in zip(*every, strict=True)]
 
 

@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch.distributed as dist
 
+from uspft.comm import Books
 from uspft.config.algorithms import ON_A_MESH, row_of
-from uspft.config.strategies import ranks_in_lockstep, row_lengths, strategies_of
+from uspft.config.strategies import ranks_in_lockstep, row_lengths
 from uspft.data.rows.loader import EMPTY, Orders, RowLoader, Size, StepLoader
 from uspft.data.rows.stream import Row, RowStream, empty_row, training_rows
+from uspft.mesh import make_mesh
 from uspft.sequence import make_algorithm
 from uspft.switching.deal.micro_steps import (
     BucketRow,
@@ -24,15 +26,14 @@ from uspft.switching.deal.micro_steps import (
     rows_of_samples,
 )
 from uspft.switching.deal.schedule import schedule
-from uspft.world import make_world
+from uspft.world import World
 
 if TYPE_CHECKING:
     from uspft.batch import Batch
     from uspft.config import Recipe
     from uspft.job import Job, Prices
-    from uspft.layout import Layout, StoredAs
+    from uspft.layout import Layout
     from uspft.mesh import Groups
-    from uspft.world import World
 
 PLANS = 4
 """How many steps' plans are cached: those of the current and of the next."""
@@ -81,20 +82,25 @@ class SwitchingLoader(RowLoader):
         stream: RowStream,
         recipe: Recipe,
         worlds: Sequence[World],
-        idle: Mapping[StoredAs, World],
+        holders: Sequence[World],
+        groups: Groups,
         prices: Prices,
         *,
         last_sample: int,
         orders: Orders | None = None,
     ) -> None:
         """stream: of rows of one document each. worlds: the layouts between which the run switches,
-        shortest rows first. idle: the layout of ranks without a row, by how the parameters are
-        sharded at that time, the least sharded first; it has one entry under `switching: in_place`,
-        and under `move` one for each way in which the strategies shard them."""
+        shortest rows first. holders, groups: as of `training_loader`."""
+        by_storage = {one.layout.stored_as: one for one in holders}
+        self._idle = {stored: _idle_world(one, groups) for stored, one in by_storage.items()}
+        """The layout of ranks without a row, by how the parameters are sharded at that time, the
+        least sharded first; it has one entry under `switching: in_place`, and under `move` one for
+        each way in which the strategies shard them."""
         self._lengths, self._packing = row_lengths(recipe), recipe.data.packing
         samples = recipe.training.global_batch_size
         super().__init__(stream, self._lengths[-1], samples, last_sample, orders)
-        self.worlds, self._idle, self._prices = worlds, idle, prices
+        self.passes = samples  # a row holds at least one
+        self.worlds, self._prices = worlds, prices
         self._moves = recipe.parallel_config.switching == "move"
         most = recipe.training.micro_batch_size * max(prices.row_bytes) * ROUNDED
         self._limits = Limits(
@@ -202,11 +208,10 @@ def training_loader(
     that compute token orders; None: this process computes them.
     """
     recipe, data, training = job.recipe, job.recipe.data, job.recipe.training
-    switches = bool(strategies_of(recipe))
-    stream = training_rows(data, job.corpus, recipe.seed, one_document=switches)
+    stream = training_rows(data, job.corpus, recipe.seed, one_document=job.prices is not None)
     each = training.global_batch_size
     last = stream.rows_in(training.epochs) if training.epochs else job.steps * each
-    if not switches:
+    if not job.prices:  # there is one layout
         return StepLoader(
             stream,
             worlds[0],
@@ -220,9 +225,8 @@ def training_loader(
     dist.broadcast_object_list(told, src=0)
     prices = told[0]
     assert prices  # preparing a recipe with strategies sets them
-    by_storage = {one.layout.stored_as: one for one in holders}
-    idle = {stored: _idle_world(one, groups) for stored, one in by_storage.items()}
-    return SwitchingLoader(stream, recipe, worlds, idle, prices, last_sample=last, orders=orders)
+    live = worlds, holders, groups
+    return SwitchingLoader(stream, recipe, *live, prices, last_sample=last, orders=orders)
 
 
 def _idle_world(holder: World, groups: Groups) -> World:
@@ -232,5 +236,6 @@ def _idle_world(holder: World, groups: Groups) -> World:
     rows = layout.mesh_rows
     alone = replace(layout, ulysses=1, ring=rows, data=layout.data * layout.context // rows)
     row = row_of(ON_A_MESH, rows)
-    named = row, make_algorithm(row, 1, rows), holder.tensor
-    return make_world(alone, named, holder.kernel, holder.device, groups)
+    mesh = make_mesh(alone, groups, Books())
+    algorithm = make_algorithm(row, 1, rows)
+    return World(mesh, row, algorithm, holder.tensor, holder.kernel, holder.device)

@@ -46,8 +46,8 @@ if TYPE_CHECKING:
     from uspft.config import Recipe
     from uspft.layout import StoredAs
     from uspft.objective import Scales
-    from uspft.parameters.part import Shape
     from uspft.parameters.shards import Holders, Shards
+    from uspft.tensor.parts import Shape
 
 
 class MovingEngine(Engine):
@@ -126,7 +126,7 @@ class MovingEngine(Engine):
             values = self.named[name].detach().to(self.device)
             if zero.size > 1:  # only one of these ranks has its values
                 dist.broadcast(values, src=zero.ranks[0], group=zero.handle)
-            _, (start, stop) = owned(shards, name, shape, self.holders.rank)
+            start, stop = owned(shards, name, shape, self.holders.rank)
             self._places[name] = _Place(start, at, stop - start)
             pieces.append(values.flatten()[start:stop].clone())
             at += stop - start
@@ -265,10 +265,8 @@ class MovingEngine(Engine):
         self._switch(shards, trained=True).add(sums, self.gradients)
 
     def _switch(self, shards: Shards, *, trained: bool) -> Switch:
-        """Return the switch between owners and a layout's shards, planned once.
-
-        trained: whether it covers only trained parameters.
-        """
+        """Return the switch between owners and a layout's shards, planned once. trained: whether it
+        covers only trained parameters."""
         key = shards.layout.stored_as, trained
         if key not in self._switches:
             shapes = {n: self.shapes[n] for n in (self.trains if trained else self.shapes)}

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from uspft.comm import Group, Move, shift
-from uspft.parameters.part import Box, Part, as_slices
 from uspft.parameters.shards import owned_parts
+from uspft.tensor.parts import Box, Part, as_slices
 
 if TYPE_CHECKING:
     from uspft.parameters.shards import Shards

@@ -182,7 +182,7 @@ def test_what_listings_show_is_told_before(tmp_path: Path) -> None:
     cases = [
         (source(lines, format="megatron"), "is no index of Megatron's", "name the .idx"),
         (source(index, format="text"), "is an index of token ids, not text", "leave the format"),
-        (source(alone), "has no alone.bin beside it", "put it there"),
+        (source(alone), "has no alone.bin next to it", "put it there"),
         (source(lines, eod=0), "ends documents of Megatron's index", "leave it out"),
         (source(index, fields={"text": "body"}), "and no fields", "leave it out"),
         (source("org/name", format="megatron"), "is no index of Megatron's", "name the .idx"),

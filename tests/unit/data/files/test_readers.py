@@ -181,6 +181,11 @@ WRONG: dict[str, tuple[str, bytes, tuple[str, ...]]] = {
         (":1: broken JSON (Extra data",),
     ),
     "a cut line": ("a.jsonl", b'{"text": "a"}\n{"tex', (":2: broken JSON (",)),
+    "a line cut in the middle": (
+        "a.jsonl",
+        b'{"text": "a"\r\n{"text": "b"}\n',
+        (":1: broken JSON (Expecting ',' delimiter, column 13)",),
+    ),
     "NUL in a line": ("a.jsonl", b'{"text": "a"}\n{"te\0": 1}\n', (":2: holds NUL bytes: UTF-16",)),
     "NUL in a text": ("a.txt", b"one\ntwo\0\n", (":2: holds NUL bytes: UTF-16",)),
     "UTF-16": ("a.txt", "one".encode("utf-16"), (":1: holds NUL bytes: UTF-16",)),
@@ -529,10 +534,10 @@ STOPS = {
     "semicolons": (
         b"q;a\n1;2, 3\n",
         [],
-        "1: its columns stand apart by ';', not by commas: nothing from here on is read; save it",
+        "1: its columns are separated by ';', not by commas: nothing from here on is read; save it",
     ),
-    "bars": (b"q|a\n1|2\n", [], "1: its columns stand apart by '|', not by commas: "),
-    "tabs": (b"q\ta\n1\t2\n", [], "1: its columns stand apart by '\\t', not by commas: "),
+    "bars": (b"q|a\n1|2\n", [], "1: its columns are separated by '|', not by commas: "),
+    "tabs": (b"q\ta\n1\t2\n", [], "1: its columns are separated by '\\t', not by commas: "),
 }
 
 
@@ -547,7 +552,7 @@ def test_what_stops_the_reading_says_so(
 
 
 def test_other_tables(tmp_path: Path) -> None:
-    told = "1: its columns stand apart by ',', not by tabs: nothing from here on is read; call it"
+    told = "1: its columns are separated by ',', not by tabs: nothing from here on is read; call it"
     good, (line,) = rows_of(tmp_path / "a.tsv", b"q,a\n1,2\n")
     assert not good and line.startswith(told) and line.endswith(" .csv")
     # Columns without a name are nobody's, and quotes may stand in a value.

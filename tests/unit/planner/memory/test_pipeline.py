@@ -19,9 +19,10 @@ from uspft.families import ModelShape, layer_windows, read_shape
 from uspft.layout import Layout
 from uspft.pipeline.schedules import Schedule, warm_up
 from uspft.planner.memory.pipeline import moments
-from uspft.planner.stages import chunk_multiple, cut_by_flops
+from uspft.planner.stages import cut_by_flops
 from uspft.prepare.host import CONFIGS
 from uspft.segments import Segments
+from uspft.sequence import chunk_multiple
 from uspft.sequence.chunked import Cut
 
 
