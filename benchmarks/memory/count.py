@@ -28,6 +28,7 @@ from uspft.config.inputs import ModelBlock
 from uspft.config.recipe import MemoryBlock
 from uspft.engine.mail import Lines
 from uspft.engine.pipelined import Pipeline
+from uspft.families.table import chosen_experts
 from uspft.kernels import Kernel
 from uspft.kernels.varlen import Varlen, VarlenKernel
 from uspft.layout import Layout
@@ -275,8 +276,7 @@ def _even(config: Any, world: World, tokens: int, counting: LiveBytes) -> Iterat
     if ranks == 1:
         yield
         return
-    every = getattr(config, "num_local_experts", None) or config.num_experts
-    met = config.num_experts_per_tok
+    met, every = chosen_experts(vars(config))
     to_each = round(tokens * (1 - comb(every - every // ranks, met) / comb(every, met)))
     pairs_of_row = tokens * met / (ranks * to_each)
 

@@ -181,10 +181,8 @@ def _page(
         if one.layout.pipeline > 1:
             yield f"\n{in_characters(timeline_of(one))}"
     yield ""
-    unknown = dict.fromkeys(what for one in every for what in one.memory.unpredicted)
     dtype, measured = found.recipe.model.dtype, hardware.products.dtype
     doubts = [f"{dtype}: the products' figures are those of {measured}"] * (dtype != measured)
-    doubts += [f"memory with {' or with '.join(unknown)}"] if unknown else []
     for line in (*doubts, *NOT_PREDICTED):
         yield f"not predicted: {line}"
 

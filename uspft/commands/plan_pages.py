@@ -63,7 +63,7 @@ def layouts_table(order: Ranking, every: Sequence[Ranked], opened: Collection[st
                 one.name + " (the recipe's)" * one.own,
                 *(str(of(one)) for of in how.values()),
                 f"{one.seconds:.3g}",
-                gib_of(one.memory) + card * (not one.memory.unpredicted),
+                gib_of(one.memory) + card,
                 "–" if longest is None else f"{longest:,}" if longest else "none",
                 f"{one.tokens_per_second_per_rank:,.0f}",
                 "–" if mfu is None else f"{mfu:.2f}",
@@ -83,8 +83,8 @@ def beside(one: Ranked, order: Ranking) -> str:
 
 
 def gib_of(memory: Memory) -> str:
-    """Return a rank's memory; a dash if it cannot be predicted."""
-    return "–" if memory.unpredicted else f"{memory.peak_bytes / GIB:.3g}"
+    """Return a rank's memory in GiB."""
+    return f"{memory.peak_bytes / GIB:.3g}"
 
 
 def left_out_lines(left_out: Counter[str]) -> list[str]:
@@ -148,7 +148,7 @@ def as_data(
                 "micro_batch_size": one.way.rows,
                 "step_seconds": one.seconds,
                 "parts": one.time.by_part,
-                "memory_bytes": None if one.memory.unpredicted else one.memory.peak_bytes,
+                "memory_bytes": one.memory.peak_bytes,
                 "fits": one.room,
                 "longest_row_tokens": one.longest_row if looked else None,
                 "tokens_per_second_per_rank": one.tokens_per_second_per_rank,

@@ -244,10 +244,7 @@ def _numbers(one: Ranked) -> tuple[dict[str, float], dict[str, str]]:
         why_not["mfu"] = "no maker says what the device's peak is"
     else:
         numbers["mfu"] = mfu
-    if doubts := one.memory.unpredicted:
-        why_not["peak_memory_bytes"] = f"nothing predicts it with {' or with '.join(doubts)}"
-    else:
-        numbers["peak_memory_bytes"] = one.memory.peak_bytes
+    numbers["peak_memory_bytes"] = one.memory.peak_bytes
     for kind, part in KINDS.items():
         sent = one.time.bytes_of(part)
         # the planner has an all-reduce's whole elements, of which each rank sends a share

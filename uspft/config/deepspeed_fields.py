@@ -175,6 +175,18 @@ ZeroKeys = mapping_of("ZeroKeys", _ZERO | {key: _ZERO[name] for key, name in ALI
 ZeroKeys.__doc__ = "The fields of ZeRO, the short names that DeepSpeed reads too among them."
 
 
+_NOT_AVAILABLE = {
+    "legacy_stage1": "DeepSpeed has no more what it asks for",
+    "zenflow": "updates some weights by gradients of earlier steps: a step is not one process's",
+    "stage3_module_granularity_threshold": "DeepSpeed may take the whole model for one module, "
+    "whose embedding, layers and head are called one by one",
+}
+"""ZeRO fields that DeepSpeed reads and uspft refuses, and why."""
+GPU_ONLY = (
+    *("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients"),
+    "offload_optimizer.super_offload",
+)
+"""ZeRO fields whose kernels DeepSpeed has on GPUs alone."""
 LOWEST_STAGES = {"offload_param": 3, "offload_optimizer": 1}
 """The lowest ZeRO stage at which DeepSpeed can offload parameters or optimizer state."""
 
@@ -208,8 +220,7 @@ ZeroFields: Any = Annotated[ZeroKeys, AfterValidator(zero_fields)]
 def stages_for(fields: Mapping[str, Any]) -> Sequence[int]:
     """Return the ZeRO stages that DeepSpeed accepts with the recipe's other ZeRO fields."""
     away = [low for key, low in LOWEST_STAGES.items() if _away(fields, key) != "none"]
-    shared = _away(fields, "offload_optimizer", "ratio", 1.0) < 1
-    return range(max([*away, 3 * shared, 0]), 4)
+    return range(max([*away, 0]), 4)
 
 
 def _away(fields: Mapping[str, Any], key: str, of: str = "device", default: Any = "none") -> Any:
@@ -230,9 +241,14 @@ def _combinations(fields: dict[str, Any]) -> Iterator[Finding]:
         elif device == "nvme" and not fields[key].get("nvme_path"):
             what, remedy = "is missing, and device is nvme", "write a folder on the NVMe disk"
             yield join(key, "nvme_path"), what, remedy
-    if _away(fields, "offload_optimizer", "ratio", 1.0) < 1 and 3 not in possible:
-        remedy = "write stage: 3, or ratio: 1.0"
-        yield "offload_optimizer.ratio", "below 1 needs ZeRO stage 3", remedy
+    if (ratio := _away(fields, "offload_optimizer", "ratio", 1.0)) < 1:
+        what = (
+            f"is {ratio:g}, and below 1 needs DeepSpeed's own Adam, which a compiler has to build"
+        )
+        yield "offload_optimizer.ratio", what, "write 1.0, or leave it out"
+    for key, why in _NOT_AVAILABLE.items():
+        if fields.get(key):
+            yield key, f"is set, and {why}", "leave it out"
     if fields.get("compute_grad_norm") is False:
         what = "is false, but gradients are clipped by their norm and the norm is logged"
         yield "compute_grad_norm", what, "leave it out"

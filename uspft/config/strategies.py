@@ -208,7 +208,8 @@ def _movable(recipe: Recipe) -> Iterator[Finding]:
             remedy = "write megatron in every strategy, or switching: in_place"
             yield from refused(one, "tensor_parallel_algo", (), why, remedy, at)
         if tokens.setdefault(degree, splits) != splits:
-            what = f"is {shown(splits)}, and another strategy with model_parallel {degree} has not"
+            what = f"is {shown(splits)}, and another strategy with model_parallel {degree} has "
+            what += "the other"
             yield f"{at}.use_seq_parallel", what, "write the same in both"
     zero, key = recipe.deepspeed.zero_optimization, "deepspeed.zero_optimization"
     if (stage := zero.get("stage", 1)) > 1:

@@ -38,13 +38,8 @@ class HostShelf:
         self._here: dict[int, tuple[Parcel, Tensor]] = {}
         """The offloaded storages that are still on the device too, by address."""
 
-    def input(self, x: Tensor) -> Item | Tensor:
-        """Offload a layer's input, which begins a new layer.
-
-        An empty tensor, which torch 2.11's checkpointing saves too, is returned as it is.
-        """
-        if not x.numel():
-            return x
+    def input(self, x: Tensor) -> Item:
+        """Offload a layer's input, which begins a new layer."""
         self.left()
         self._layers.append(len(self._parcels))
         return self._put(x)
@@ -107,9 +102,16 @@ class HostShelf:
             if parcel := self._parcels[place]():
                 parcel.fetch()
 
-    def hooks(self) -> Any:
-        """Return the context in which a checkpointed layer's input is offloaded."""
-        return torch.autograd.graph.saved_tensors_hooks(self.input, self.get)
+    def hooks(self, x: Tensor) -> Any:
+        """Return the context in which the input of a checkpointed layer is offloaded, and nothing
+        else that checkpointing saves: an empty tensor (torch 2.11), and a layer's part of the
+        embeddings of all layers, which are one tensor (Gemma 4). x: the input."""
+        here = x.untyped_storage()._cdata
+
+        def put(saved: Tensor) -> Item | Tensor:
+            return self.input(saved) if saved.untyped_storage()._cdata == here else saved
+
+        return torch.autograd.graph.saved_tensors_hooks(put, self.get)
 
 
 class Item(NamedTuple):
@@ -223,8 +225,8 @@ def offload_inputs(model: Any) -> None:
         layer.forward = partial(offloaded, layer.forward)
 
 
-def offloaded(plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run a layer's forward, `plain`, with its input offloaded."""
+def offloaded(plain: Callable[..., Any], x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Run a layer's forward, `plain`, with its input x offloaded."""
     shelf: HostShelf | None = kwargs["uspft"].shelf
-    with shelf.hooks() if shelf else nullcontext():
-        return plain(*args, **kwargs)
+    with shelf.hooks(x) if shelf else nullcontext():
+        return plain(x, *args, **kwargs)

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from contextlib import nullcontext
+from copy import copy
 from functools import partial
-from itertools import chain, repeat
+from itertools import count
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -165,12 +166,16 @@ def _checkpointed(layer: Any, checkpoint: Any, run: partial[Any], *args: Any) ->
     """Return a layer's output, checkpointed. run: the layer's forward with its keyword
     arguments."""
 
-    begins = chain([()], repeat(layer.__dict__.get("uspft_begins", ())))
+    runs, lent = count(), run.keywords.get("shared_kv_states")
 
     def begun(*args: Any) -> Any:
-        for begin in next(begins):  # empty in the first run, in which they are called as hooks
+        if not next(runs):
+            return run(*args)
+        for begin in layer.__dict__.get("uspft_begins", ()):  # hooks of the first run
             begin(layer, args, run.keywords)
-        return run(*args)
+        # Gemma 4 would store the keys that this run makes, and with them all of its graph.
+        own = {} if lent is None else {"shared_kv_states": copy(lent)}
+        return run(*args, **own)
 
     return checkpoint(begun, *args)
 

@@ -33,7 +33,9 @@ class LayerKind:
     norms: Norms = _FRONT
     wide_norms: bool = False
     """Whether norms multiply by their weight in float32."""
-    turned: Callable[[LayerTape, Tensor, Angles], Tensor] | None = LayerTape.turned_plainly
+    powered_norms: bool = False
+    """Whether norms take the mean square to a power, and not its root's reciprocal."""
+    turned: Callable[[LayerTape, Tensor, Angles], Tensor] | None = LayerTape.turned
     """How rotary position embeddings are applied to queries and keys; None: the layer has none."""
     turned_share: float = 1.0
     """The share of a head's features that rotary embeddings rotate."""
@@ -65,6 +67,8 @@ class LayerKind:
     """Whether experts have biases, and clamp their gate and up features (gpt-oss)."""
     shared: str = SHARED_EXPERT
     """The name of the shared expert or experts; a single one has a gate."""
+    norms_beside: tuple[str, str, str] = ("", "", "")
+    """The names of the norms after the MLP, before experts beside it, and after these."""
     shared_last: bool = False
     """Whether the shared experts run after the routed ones."""
     sinks: bool = False
@@ -103,10 +107,17 @@ LAYER_KINDS: dict[str, LayerKind] = {
     "gemma4_text": LayerKind(
         _GEMMA,
         wide_norms=True,
+        powered_norms=True,
         normed_heads=True,
         normed_values=True,
         router="router.proj",
         wide_scores=True,
+        shared="mlp",
+        norms_beside=(
+            "post_feedforward_layernorm_1",
+            "pre_feedforward_layernorm_2",
+            "post_feedforward_layernorm_2",
+        ),
     ),
     "olmo2": LayerKind(
         _BEHIND, wide_norms=True, normed_together=True, turned=LayerTape.turned_wide

@@ -28,10 +28,6 @@ PROJECTION_WORDS = ("_proj", "_qkv", "_qkvz", "_z", "_b", "_a", "_ba")
 SHARED_GATE = f"{SHARED_EXPERT}_gate"
 EXPERTS = ("mlp.experts.", "block_sparse_moe.experts.", "experts.")
 """The beginnings of the names of experts: in most families, in GraniteMoe, and in Gemma 4."""
-_BESIDE_MLP_VECTORS = (
-    *("post_feedforward_layernorm_1", "post_feedforward_layernorm_2"),
-    *("pre_feedforward_layernorm_2", "router.scale"),
-)
 
 
 @dataclass(frozen=True)
@@ -196,8 +192,8 @@ def layer_modules(shape: ModelShape, blocks: Blocks) -> dict[str, ProductShape]:
         _fuse(found, at, ("gate_proj", "up_proj"), "gate_up_proj")
     norms = Norms() if blocks.state else kind.norms
     vectors = {name: shape.hidden_size for name in norms if name}
-    if blocks.experts and shape.beside_mlp:
-        vectors |= dict.fromkeys(_BESIDE_MLP_VECTORS, shape.hidden_size)
+    if blocks.experts and any(kind.norms_beside):
+        vectors |= dict.fromkeys((*kind.norms_beside, "router.scale"), shape.hidden_size)
         vectors["router.per_expert_scale"] = shape.experts
     if shape.layer_features:
         vectors["post_per_layer_input_norm"] = shape.hidden_size

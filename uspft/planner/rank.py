@@ -28,7 +28,6 @@ from uspft.planner.memory.formula import (
     least_bytes,
     longest_of,
     memory_of,
-    unpredicted,
 )
 from uspft.planner.mesh import slices_on
 from uspft.planner.options import Options
@@ -86,10 +85,8 @@ class Ranked:
 
     @cached_property
     def card(self) -> float | None:
-        """The bytes of a GPU; None on CPUs, or if the model's memory cannot be predicted."""
-        if not self.hardware.device or unpredicted(self.step.model):
-            return None
-        return self.hardware.memory.bytes
+        """The bytes of a GPU; None on CPUs."""
+        return self.hardware.memory.bytes if self.hardware.device else None
 
     @cached_property
     def memory(self) -> Memory:
@@ -98,12 +95,12 @@ class Ranked:
 
     @cached_property
     def room(self) -> bool | None:
-        """Whether a rank fits on a GPU; None on CPUs, or if that is not known."""
+        """Whether a rank fits on a GPU; None on CPUs."""
         return None if self.card is None else not self.hopeless and fits(self.memory, self.card)
 
     @property
     def fits(self) -> bool:
-        """Whether a rank fits on a GPU, or it is not known that it does not."""
+        """Whether a rank fits on a GPU, or runs on a CPU."""
         return self.room is not False
 
     @property
@@ -123,7 +120,7 @@ class Ranked:
 
     @cached_property
     def longest_row(self) -> int | None:
-        """The longest row in tokens that fits on a GPU; None on CPUs, or if it is not known."""
+        """The longest row in tokens that fits on a GPU; None on CPUs."""
         if self.card is None:
             return None
         options = self.step.options

@@ -282,9 +282,21 @@ def _outside_layers(
     found = [_Held(table, trains[EMBEDDING])] * mine.first
     found += [_Held(table, trains[HEAD])] * (mine.last and not shape.tied)
     found += [_Held(shape.hidden_size, trains[LAST_NORM])] * mine.last
+    every = trained_outside(shape, lora, freeze)
     for name, one in outside_modules(shape).items():
-        found.append(_Held(one.parameters, not lora and not _frozen(f"{name}.weight", freeze)))
+        word = name.rpartition(".")[2]
+        found.append(_Held(one.parameters, word in every.weights))
         if lora and lora.adapts(name):
-            trained = not _frozen(f"{name}.lora_A.weight", freeze)
-            found.append(_Held(lora.rank * (one.inputs + one.outputs), trained))
+            size = lora.rank * (one.inputs + one.outputs)
+            found.append(_Held(size, word in every.adapters))
     return found
+
+
+def trained_outside(shape: ModelShape, lora: Lora | None, freeze: tuple[str, ...]) -> Trained:
+    """Return which of the modules that make the embeddings of each layer train, by the last words
+    of their names."""
+    names = {name.rpartition(".")[2]: name for name in outside_modules(shape)}
+    weights = [w for w, n in names.items() if not lora and not _frozen(f"{n}.weight", freeze)]
+    adapters = [w for w, n in names.items() if lora and lora.adapts(n)]
+    adapters = [w for w in adapters if not _frozen(f"{names[w]}.lora_A.weight", freeze)]
+    return Trained(frozenset(weights), frozenset(adapters))

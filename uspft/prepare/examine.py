@@ -11,6 +11,7 @@ from typing import Any
 
 from uspft.config import Fault, Finding, InputError, Loaded, Recipe, RecipeError, read
 from uspft.config.algorithms import AUTO
+from uspft.config.deepspeed_fields import GPU_ONLY
 from uspft.config.messages import as_written
 from uspft.config.problems import counted
 from uspft.config.strategies import KEY, layouts_of, strategies_of
@@ -100,7 +101,7 @@ class Examined:
         if self.shape is None or self.known.cluster is None:
             return None, "the sizes of the model are not known here"
         hardware, asked = self.known.cluster.hardware, self.loaded.recipe.memory
-        return memory_sentence(self.recipe, self.shape, self.layout, hardware, asked)
+        return memory_sentence(self.recipe, self.shape, self.layout, hardware, asked), ""
 
     @property
     def here(self) -> Recipe:
@@ -246,6 +247,7 @@ def examine(
     known = replace(known, cluster=cluster)
     recipe, decision = resolved(asked, known)
     findings += _precision(recipe, device) if sound(*PRECISION) else ()
+    findings += _without_kernels(recipe) if device == "cpu" else ()
     ranks = ranks_of(recipe, known)
     layout = layout_of(recipe.parallel_config, ranks)
     if recipe.parallel_config.strategies == AUTO and ranks is None:
@@ -282,3 +284,14 @@ def _precision(recipe: Recipe, device: str) -> Iterator[Finding]:
     if device == "cpu" and recipe.model.attention.startswith("flash"):
         what = f"{recipe.model.attention} runs on GPUs only"
         yield "model.attention", what, "write auto or torch"
+
+
+def _without_kernels(recipe: Recipe) -> Iterator[Finding]:
+    """Refuse, on a CPU, ZeRO fields whose kernels DeepSpeed has on GPUs alone."""
+    for key in GPU_ONLY:
+        value: Any = recipe.deepspeed.zero_optimization
+        for part in key.split("."):
+            value = (value or {}).get(part)
+        if value:
+            what = "is true, and DeepSpeed has its kernels on GPUs alone"
+            yield f"deepspeed.zero_optimization.{key}", what, "leave it out"

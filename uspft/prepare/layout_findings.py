@@ -60,7 +60,8 @@ def layout_findings(recipe: Recipe, layout: Layout, shape: ModelShape | None) ->
     algorithm, length = of_recipe(recipe, layout), recipe.data.sequence_length
     problems = next(filter(None, (algorithm.problems(length, one) for one in wide)), [])
     stages = stage_findings(recipe, layout, shape)
-    return [*problems, *stages, *_experts(layout, shape), *_accumulation(recipe, layout)]
+    zero = *_accumulation(recipe, layout), *_within_hosts(recipe, layout)
+    return [*problems, *stages, *_experts(layout, shape), *zero]
 
 
 def _copies(recipe: Recipe, shape: ModelShape | None) -> list[Finding]:
@@ -134,6 +135,19 @@ def _accumulation(recipe: Recipe, layout: Layout) -> list[Finding]:
         remedy = "write stage 3, or leave offload_optimizer out, or write model.dtype float32"
         return [(f"{place}.offload_optimizer", f"at stage {stage} {what}", remedy)]
     return []
+
+
+def _within_hosts(recipe: Recipe, layout: Layout) -> Iterator[Finding]:
+    """Refuse hpZ where its groups, which DeepSpeed makes of neighbouring ranks, would not hold the
+    same parameters."""
+    shared = recipe.deepspeed.zero_optimization.get("zero_hpz_partition_size", 1)
+    key, remedy = "deepspeed.zero_optimization.zero_hpz_partition_size", "leave it out"
+    if shared > 1 and layout.tensor > 1:
+        beside = f"parallel_config.model_parallel {layout.tensor}"
+        yield key, f"is {shared}, which is not available with {beside}", remedy
+    elif 1 < shared < layout.ranks and layout.ranks % shared:
+        what = f"is {shared}, which does not divide the {layout.ranks} processes"
+        yield key, what, f"{remedy}, or write a divisor"
 
 
 def exchange_findings(recipe: Recipe, layout: Layout) -> list[Finding]:

@@ -20,8 +20,6 @@ from uspft.config.strategies import strategies_of, under
 from uspft.config.types import Open
 from uspft.families import ModelShape
 from uspft.pipeline.stages import schedule_of
-from uspft.planner.machine import Hardware
-from uspft.planner.memory.formula import unpredicted
 from uspft.planner.mesh import tuned
 from uspft.planner.options import slices_of, stage_of
 from uspft.planner.rank import RECOMPUTE, ROWS, STAGE, Choice, likely, recommend, values_of
@@ -230,13 +228,11 @@ def other_than_asked(recipe: Recipe) -> WhyNot:
     return why_not
 
 
-def wrong_in(
-    recipe: Recipe, shape: ModelShape, hardware: Hardware, asked: Collection[str]
-) -> WhyNot:
+def wrong_in(recipe: Recipe, shape: ModelShape, asked: Collection[str]) -> WhyNot:
     """Return a check of why a recipe cannot run as a candidate, or None where it can.
 
-    asked: the open keys. If memory cannot be predicted, they get the values that need the least;
-    MeshSlice is checked with one slice, which is legal on every mesh where others are.
+    asked: the open keys. MeshSlice is checked with one slice, which is legal on every mesh where
+    others are.
     """
     known = dict[tuple[object, ...], str | None]()
     if _on_a_mesh(recipe.parallel_config):
@@ -253,9 +249,6 @@ def wrong_in(
 
     def wrong(way: Way) -> str | None:
         tried = in_recipe(recipe, way)
-        more = (ROWS in asked and way.rows > 1) or (STAGE in asked and way.stage != 3)
-        if more and hardware.device and unpredicted(shape):
-            return "nothing predicts its memory, and more rows or a lower stage need more"
         if way.layout.pipeline > 1 and (beside := next(beside_stages(tried), None)):
             return " ".join(beside[:2])
         found = [*experts(tried), *layout_findings(tried, way.layout, shape)]
@@ -299,7 +292,7 @@ def decided(recipe: Recipe, known: Known) -> Decision | None:
     step = step_shape(alone, model)
     seen = known.rows if alone is recipe else ()
     tiled = settled_memory(alone, model)
-    wrong, other = wrong_in(tiled, model, hardware, asked), other_than_asked(alone)
+    wrong, other = wrong_in(tiled, model, asked), other_than_asked(alone)
 
     def why_not(way: Way) -> str | None:
         return other(way) or wrong(way)

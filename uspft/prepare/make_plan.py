@@ -101,7 +101,7 @@ def ranking_of(found: Examined, step: StepShape, among: WhyNot = lambda _: None)
     opened = open_keys(asked)
     if SLICES in opened:  # each mesh has its own best slices
         step = step.under(slices=None)
-    wrong = wrong_in(recipe, step.model, hardware, opened)
+    wrong = wrong_in(recipe, step.model, opened)
 
     def why_not(way: Way) -> str | None:
         return among(way) or wrong(way)

@@ -19,7 +19,7 @@ from uspft.data.rows.stream import training_rows
 from uspft.engine.deepspeed_config import micro_batches
 from uspft.families import FAMILIES, NO_KEYS, ModelShape, expert_layers, layer_windows
 from uspft.layout import Layout
-from uspft.metrics import Journal, as_size
+from uspft.metrics import Journal
 from uspft.pipeline.schedules import forward_and_backward
 from uspft.pipeline.simulator import simulate
 from uspft.planner.expert_traffic import crossover_tokens, token_cost
@@ -155,10 +155,12 @@ def too_short(recipe: Recipe, steps: int, rows: int | None = None) -> Iterator[s
     training, warm_up = recipe.training, recipe.lr_schedule.warmup_steps
     if training.epochs and rows and rows < training.global_batch_size:
         epochs, many = counted(training.epochs, "epoch"), counted(steps, "step")
+        are = "is" if training.epochs == 1 else "are"
+        counts = "samples" if strategies_of(recipe) else "rows"
         yield (
-            f"training.global_batch_size: is {training.global_batch_size:,}, more than the "
-            f"{rows:,} of an epoch, so that {epochs} are {many}; write at most {rows:,} for a step "
-            "an epoch"
+            f"training.global_batch_size: is {training.global_batch_size:,} {counts}, and an epoch "
+            f"has {rows:,}, so that {epochs} {are} {many}; write at most {rows:,} for a step an "
+            "epoch"
         )
     if warm_up and warm_up >= steps:
         yield (
@@ -218,19 +220,14 @@ def rate_after(recipe: Recipe, checkpoint: Checkpoint, steps: int) -> str | None
 
 def memory_sentence(
     recipe: Recipe, shape: ModelShape, layout: Layout, hardware: Hardware, asked: MemoryBlock
-) -> tuple[str | None, str]:
-    """Return (a sentence on a rank's memory and the card's, ""); or (None, why the memory cannot be
-    predicted).
+) -> str:
+    """Return a sentence on a rank's memory and the card's.
 
     asked: the recipe's memory block with its `auto` values, which may be resolved differently for
     the longest row.
     """
     options = options_of(recipe, layout)
     predicted = memory_of(shape, layout, recipe.data.sequence_length, options=options)
-    if predicted.unpredicted:
-        why = f"nothing predicts it with {' or with '.join(predicted.unpredicted)}"
-        of_card = f" of {as_size(hardware.memory.bytes)}" if hardware.device else ""
-        return None, f"{why}; weights alone take {as_size(predicted.weight_bytes)}{of_card}"
     parts = (
         f"activations {_gib(predicted.activation_bytes)}, "
         f"weights, gradients and optimizer {_gib(predicted.state_bytes)}"
@@ -240,7 +237,7 @@ def memory_sentence(
     if FAMILIES[shape.model_type].states and hardware.device:
         parts += "; states with fla's kernels, without which they take more"
     if not hardware.device:
-        return f"about {_gib(predicted.peak_bytes)} GiB a rank ({parts})", ""
+        return f"about {_gib(predicted.peak_bytes)} GiB a rank ({parts})"
     card = hardware.memory.bytes
     lacking = "" if fits(predicted, card) else ", which is too much"
     said = [f"about {_gib(predicted.peak_bytes)} of {_gib(card)} GiB a rank{lacking} ({parts})"]
@@ -252,7 +249,7 @@ def memory_sentence(
         more = longest_row(shape, layout, card, options=away)
         if more != longest:
             said.append(f"with offload_activations: cpu {_tokens(more)}")
-    return "; ".join(said), ""
+    return "; ".join(said)
 
 
 def _gib(byte_count: float) -> str:

@@ -246,7 +246,7 @@ def fitting_heads(
     for at_once in (None, *range(shape.heads // shape.kv_heads, 0, -1)):
         groups = replace(options, at_once=at_once)
         predicted = memory_of(shape, layout, recipe.data.sequence_length, options=groups)
-        if predicted.unpredicted or fits(predicted, hardware.memory.bytes):
+        if fits(predicted, hardware.memory.bytes):
             break
     return at_once or "all"
 

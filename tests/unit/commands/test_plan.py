@@ -176,7 +176,6 @@ def test_the_longest_row_is_that_of_check(planned: Run, capsys: pytest.CaptureFi
 def test_memory_and_the_longest_row_stand_for_matrices_on_a_mesh(planned: Run) -> None:
     words = ["recipes/llama3.1-70b-lora-mesh-32k.yaml", "--top", "3"]
     page = planned(*words)
-    assert "not predicted: memory" not in page
     cells = list(table(page).values())[1:]
     needs = [(float(line[1].split()[0]), number(line[2])) for line in cells]
     assert len(needs) == 4 and all(gib > 0 and longest > 0 for gib, longest in needs)

@@ -79,7 +79,6 @@ def test_the_other_accepted_blocks() -> None:
         ({"offload_optimizer": {"device": "none"}}, range(4)),
         ({"offload_optimizer": {"device": "cpu"}}, range(1, 4)),
         ({"offload_param": {"device": "cpu"}}, range(3, 4)),
-        ({"offload_optimizer": {"device": "cpu", "ratio": 0.5}}, range(3, 4)),
     ],
 )
 def test_an_open_stage_may_become_those_that_the_other_fields_can_have(

@@ -295,7 +295,16 @@ DEEPSPEED = {
     "zero_optimization: {stage: 3, offload_param: {device: nvme}}": ".zero_optimization."
     "offload_param.nvme_path: is missing, and device is nvme; write a folder on the NVMe disk",
     "zero_optimization: {offload_optimizer: {device: cpu, ratio: 0.5}}": ".zero_optimization."
-    "offload_optimizer.ratio: below 1 needs ZeRO stage 3; write stage: 3, or ratio: 1.0",
+    "offload_optimizer.ratio: is 0.5, and below 1 needs DeepSpeed's own Adam, which a compiler has "
+    "to build; write 1.0, or leave it out",
+    "zero_optimization: {legacy_stage1: true}": ".zero_optimization.legacy_stage1: "
+    "is set, and DeepSpeed has no more what it asks for; leave it out",
+    "zero_optimization: {zenflow: {topk_ratio: 0.1}}": ".zero_optimization.zenflow: "
+    "is set, and updates some weights by gradients of earlier steps: a step is not one process's; "
+    "leave it out",
+    "zero_optimization: {stage3_module_granularity_threshold: 9}": ".zero_optimization."
+    "stage3_module_granularity_threshold: is set, and DeepSpeed may take the whole model for one "
+    "module, whose embedding, layers and head are called one by one; leave it out",
     "zero_optimization: {offload_optimizer: {devise: cpu}}": ".zero_optimization."
     "offload_optimizer.devise: unknown key `devise`; did you mean `device`?",
     "zero_optimization: {cpu_offload: true, offload_optimizer: {}}": ".zero_optimization."

@@ -92,7 +92,7 @@ WRONG = {
     "is meshslice, and",
     "switching: move, strategies: [{max_length: 16, model_parallel: 2}, "
     "{max_length: 64, model_parallel: 2, use_seq_parallel: true}]": KEY
-    + "[1].use_seq_parallel: is true, and another strategy with model_parallel 2 has not",
+    + "[1].use_seq_parallel: is true, and another strategy with model_parallel 2 has the other",
     "strategies: [{max_length: 16}, {max_length: 64, context_parallel: auto}]": KEY
     + "[1].context_parallel: is auto, and a strategy says its degrees; write a number",
     "switching: in_place": "parallel_config.switching: is in_place, and there are no strategies",

@@ -56,6 +56,10 @@ MEANING: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"max_steps": 30, "save_steps": 0.1, "warmup_steps": 0.2},
         {"checkpoint.every_steps": 3, "lr_schedule.warmup_ratio": 0.2},
     ),
+    "an EOS beside the template's end of a turn": (
+        {"eos_token": "<|im_end|>"},
+        {"model.tokenizer": None},
+    ),
     "float32": ({"bf16": False}, {"model.dtype": "float32"}),
     "the loss's curves": (
         {"report_to": ["wandb", "tensorboard"], "run_name": "first"},

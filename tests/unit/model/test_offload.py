@@ -134,7 +134,7 @@ def test_an_empty_tensor_beside_an_input_is_none() -> None:
     """torch 2.11's checkpointing keeps one on the CPU, whichever device the input is on."""
     shelf, x = HostShelf(CPU), torch.ones(3, requires_grad=True)
     first = shelf.input(torch.ones(2))
-    with shelf.hooks():
+    with shelf.hooks(x):
         out = _KeepsTwo.apply(torch.empty(0, requires_grad=True), x)
     shelf.coming()()
     assert not isinstance(first, Tensor) and first.parcel.here

@@ -176,6 +176,30 @@ def test_an_exchange_of_heads_is_made_again_only_where_there_is_one(tmp_path: Pa
     examine(tmp_path / "r.yaml", [*chosen, "parallel_config.ulysses_degree_in_cp=null"], 1, None)
 
 
+def test_what_has_kernels_on_gpus_alone_is_refused_on_a_cpu(tmp_path: Path) -> None:
+    assert said(tmp_path, {"model_type": "llama"}) == []
+    zero = "deepspeed.zero_optimization"
+    for key in ("zero_quantized_weights", "offload_optimizer.super_offload"):
+        with pytest.raises(RecipeError, match=f"{zero}.{key}: is true, and .* GPUs alone"):
+            examine(tmp_path / "r.yaml", [f"{zero}.stage=3", f"{zero}.{key}=true"], 1, None)
+
+
+@pytest.mark.parametrize(
+    ("shared", "tensor", "what"),
+    [(2, 2, "with parallel_config.model_parallel 2"), (3, 1, "does not divide the 4 processes")],
+)
+def test_weights_kept_in_a_host_are_those_of_neighbours(
+    tmp_path: Path, shared: int, tensor: int, what: str
+) -> None:
+    assert said(tmp_path, {"model_type": "llama"}) == []
+    key = "deepspeed.zero_optimization"
+    words = [f"{key}.stage=3", "launch.processes=4", f"{key}.zero_hpz_partition_size=2"]
+    examine(tmp_path / "r.yaml", words, 1, None)
+    words += [f"{key}.zero_hpz_partition_size={shared}", f"parallel_config.model_parallel={tensor}"]
+    with pytest.raises(RecipeError, match=f"hpz_partition_size: is {shared}, which .*{what}"):
+        examine(tmp_path / "r.yaml", words, 1, None)
+
+
 def test_wrong_sizes_that_the_command_line_gives_are_told_of_it(tmp_path: Path) -> None:
     assert said(tmp_path, {"model_type": "llama"}) == []
     heads = "model.overrides.num_attention_heads"

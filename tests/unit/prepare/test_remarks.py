@@ -205,7 +205,7 @@ def test_epochs_that_are_fewer_steps_and_a_warm_up_without_end_are_told(
     epochs = recipe(tmp_path, training={"epochs": 3, "global_batch_size": 8})
     told = length_of_run(epochs, corpus, 2)
     assert told[:-1] == [
-        "warning: training.global_batch_size: is 8, more than the 4 of an epoch, so that 3 epochs "
+        "warning: training.global_batch_size: is 8 rows, and an epoch has 4, so that 3 epochs "
         "are 2 steps; write at most 4 for a step an epoch"
     ]
     rises = recipe(tmp_path, lr_schedule={"warmup_steps": 10})

@@ -295,7 +295,7 @@ def test_check_says_what_a_rank_needs(folder: Path) -> None:
     given = long_rows(folder, "512k", recompute="exchange", loss_tile_tokens=1046)
     layout, shape = Layout(ulysses=8, data=1), hub("meta-llama/Llama-3.1-8B")
     asked = long_rows(folder, "512k").memory
-    said, _ = memory_sentence(given, shape, layout, hardware.hardware, asked)
+    said = memory_sentence(given, shape, layout, hardware.hardware, asked)
     assert said == (
         "about 67.8 of 74.5 GiB a rank (activations 48.5, weights, gradients and optimizer 19.3); "
         "the longest row that fits is 768k; with offload_activations: cpu 1.46m"
@@ -303,5 +303,5 @@ def test_check_says_what_a_rank_needs(folder: Path) -> None:
     page = (Path(__file__).parents[3] / "docs" / "long-context.md").read_text()
     assert f"\nmemory: {said}\n" in page
     stages = replace(layout, pipeline=2)
-    halved, _ = memory_sentence(given, shape, stages, hardware.hardware, asked)
+    halved = memory_sentence(given, shape, stages, hardware.hardware, asked)
     assert halved and re.match(r"about 4\d\.\d of 74\.5 GiB a rank", halved), halved

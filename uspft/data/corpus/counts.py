@@ -236,6 +236,9 @@ def require_targets(data: DataBlock, counts: Counts, lines: Sequence[str]) -> No
     if not counts.target_tokens:
         what = f"`{_named(data)}`: no token of any sample is trained"
         remedy = "check the labels and weights, or data.train_on"
+        if counts.truncated:
+            what += f", and {counts.truncated:,} of {counts.samples:,} are cut to a row"
+            remedy = f"write a larger data.sequence_length, or {remedy}"
         raise DataError(lines, [("data.train", what, remedy)])
 
 

@@ -23,7 +23,13 @@ def attend_over_heads(
         return inner(qkv)
     heads, kv = (how.bytes(how.row.ulysses * each) for each in how.widest)
     made = inner(scattered(tape, qkv, [heads, kv, kv], how.element))
-    return tape.remade(made, how.bytes(how.heads), beside=made.size, back=made.size)
+    return at_home(tape, made, how.bytes(how.heads))
+
+
+def at_home(tape: LayerTape, out: Tensor, size: float) -> Tensor:
+    """Return the output of all heads for this rank's tokens, after the all-to-all back. size: its
+    bytes."""
+    return tape.remade(out, size, beside=out.size, back=out.size)
 
 
 def scattered(

@@ -3,9 +3,9 @@ and its experts with `torch.nn.functional.grouped_mm` allocate and save. Sizes a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from uspft.planner.memory.operations import INDEX, WIDE, LayerTape
+from uspft.planner.memory.operations import INDEX, WIDE, LayerTape, NormKind
 from uspft.planner.memory.sizes import Experts, LayerSizes
 from uspft.planner.memory.tape import GradientStorages, Storage, Tensor
 from uspft.planner.products import matrices_of_experts
@@ -17,10 +17,16 @@ def logit_bytes(s: LayerSizes, tokens: int) -> float:
     return float((WIDE if s.kind.wide_router else s.element) * tokens * s.experts.number)
 
 
-def routed(tape: LayerTape, x: Tensor, s: LayerSizes, enter: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return the output of a layer's router and experts for x, a rank's hidden states between
-    blocks. enter: returns the input of tensor ranks' experts, gathered under use_seq_parallel."""
+def chosen(tape: LayerTape, x: Tensor, s: LayerSizes) -> tuple[Tensor, Tensor]:
+    """Return each token's experts and their router weights. x: a rank's hidden states between
+    blocks."""
     assert s.experts
+    if any(s.kind.norms_beside):
+        how = NormKind(weighs=False, powered=s.kind.powered_norms)
+        normed = tape.rms_norm(x, s.wide * x.size, s.between, how, trains=False)
+        x = tape.multiplied(normed, tape.parameter("router.scale" in s.trained))
+        x = tape.remade(x)
+        del normed
     of, router = s.experts, s.kind.router
     weight, trains = float(s.element * of.number * s.hidden), router in s.trained
     wide = s.wide if s.kind.wide_router else 1.0
@@ -34,11 +40,7 @@ def routed(tape: LayerTape, x: Tensor, s: LayerSizes, enter: Callable[[Tensor], 
     size = logit_bytes(s, s.between)
     logits = tape.linear(tokens, size, wide * weight, trains=trains, matrix=matrix)
     del matrix, tokens
-    index, scores = _chosen(tape, logits, s, of)
-    del logits
-    if s.tensor > 1:
-        x, index, scores = (enter(one) for one in (x, index, scores))
-    return _Experts(tape, s, of)(x, index, scores)
+    return _chosen(tape, logits, s, of)
 
 
 def _formed(tape: LayerTape, size: float, s: LayerSizes, of: Experts) -> Tensor:
@@ -74,13 +76,15 @@ def _taken(tape: LayerTape, x: Tensor, size: float, index: object) -> Tensor:
     return tape.remade(x, size, back=x.size, keeps=[index])
 
 
-class _Experts:
+class ExpertsMemory:
     """The experts of a layer, with expert and tensor parallelism, and in tiles if asked for."""
 
-    def __init__(self, tape: LayerTape, sizes: LayerSizes, of: Experts) -> None:
-        self._tape, self._sizes, self._of = tape, sizes, of
+    def __init__(self, tape: LayerTape, sizes: LayerSizes) -> None:
+        assert sizes.experts
+        self._tape, self._sizes, self._of = tape, sizes, sizes.experts
+        of = self._of
         matrices = matrices_of_experts(sizes.kind.router)
-        self._into, self._out = (name in sizes.trained for name in matrices)
+        self._trained = [name in sizes.trained for name in matrices]
         self._adapted = [name in sizes.adapted for name in matrices]
         self._tokens = sizes.sharing.tokens
         self._rows = of.sent(self._tokens)
@@ -103,7 +107,7 @@ class _Experts:
         every = [rows, index, factors]
         if s.tile:
             share = min(1.0, s.tile / (self._rows if divides else self._tokens))
-            trains = any((self._into, self._out, *self._adapted))
+            trains = any((*self._trained, *self._adapted))
             made = tape.tiled(every, run, share, s.wide, trains=trains)
         else:
             made = run(every)
@@ -115,17 +119,15 @@ class _Experts:
         tape, s, of = self._tape, self._sizes, self._of
         x, _, scores = parts
         e, choices = s.element, x.size / s.element / s.hidden * of.met
-        matrix = float(e * of.number * s.hidden * of.inner)
         sorted_ids, order = tape.new(INDEX * choices), tape.new(INDEX * choices)
         selected = _taken(tape, x, e * choices * s.hidden, tape.new(INDEX * choices))
         factors = _taken(tape, scores, scores.size, order)
         counted = tape.new(INDEX / 2 * choices)
         biases = tape.new(e * choices * 2 * of.inner) if s.kind.clamped else None
-        made = tape.linear(selected, e * choices * 2 * of.inner, 2 * matrix, trains=self._into)
-        made = self._bent(made)
+        made = self._bent(self._product(selected))
         if biases:
             biases = tape.new(e * choices * s.hidden)
-        made = tape.linear(made, e * choices * s.hidden, matrix, trains=self._out)
+        made = self._product(made, out=True)
         weighted = tape.multiplied(made, factors, _score(s) * choices * s.hidden)
         back = tape.new(INDEX * choices)
         weighted = _taken(tape, weighted, weighted.size, back)
@@ -140,7 +142,6 @@ class _Experts:
         x, index, scores = parts
         e, rows = s.element, x.size / s.element / s.hidden
         pairs = rows * self._tokens * of.met / self._rows
-        matrix = float(e * of.number // of.ranks * s.hidden * of.inner)
         one = INDEX * pairs
         masks = [tape.new(rows * of.met) for _ in range(3)]
         found = tape.new(2 * one)
@@ -151,15 +152,11 @@ class _Experts:
         row, slot = tape.new(one), tape.new(one)
         del found
         selected = _taken(tape, x, e * pairs * s.hidden, row)
-        made = tape.linear(selected, e * pairs * 2 * of.inner, 2 * matrix, trains=self._into)
-        if self._adapted[0]:
-            made = tape.added(made, self._beside(selected, s.hidden, 2 * of.inner))
+        made = self._product(selected)
         del selected
         made = self._biased(made)
         inner = self._bent(made)
-        made_of = tape.linear(inner, e * pairs * s.hidden, matrix, trains=self._out)
-        if self._adapted[1]:
-            made_of = tape.added(made_of, self._beside(inner, of.inner, s.hidden))
+        made_of = self._product(inner, out=True)
         del made, inner
         made_of = self._biased(made_of)
         factors = _taken(tape, scores, scores.size / rows / of.met * pairs, slot)
@@ -211,13 +208,20 @@ class _Experts:
 
         return tape.record((made,), (size,), backward, made=summed)[0]
 
-    def _beside(self, x: Tensor, takes: int, gives: int) -> Tensor:
-        """Return the experts' adapters' scaled output for rows. takes, gives: input and output
-        features."""
+    def _product(self, x: Tensor, *, out: bool = False) -> Tensor:
+        """Return rows times the matrices of their experts, with the adapters' term. out: whether
+        those out of experts, and not those into them."""
         tape, s, of = self._tape, self._sizes, self._of
-        each = float(s.element * (of.number // of.ranks) * s.rank)
-        thin = tape.linear(x, x.size / takes * s.rank, each * takes, trains=True)
-        return tape.remade(tape.linear(thin, x.size / takes * gives, each * gives, trains=True))
+        takes, gives = (of.inner, s.hidden) if out else (s.hidden, 2 * of.inner)
+        size, each = x.size / takes, float(s.element * (of.number // of.ranks))
+        made = tape.linear(x, size * gives, each * takes * gives, trains=self._trained[out])
+        if not self._adapted[out]:
+            return made
+        each *= s.rank
+        thin = tape.linear(x, size * s.rank, each * takes, trains=True)
+        thin = tape.linear(thin, size * gives, each * gives, trains=True)
+        thin = tape.remade(thin)
+        return tape.added(made, thin)
 
     def _biased(self, x: Tensor) -> Tensor:
         """Return x plus the biases of its rows' experts, if they have biases."""

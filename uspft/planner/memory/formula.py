@@ -41,20 +41,13 @@ class Memory:
     parts: Mapping[str, int]
     """Bytes on the device at its peak, by part."""
     host_bytes: int = 0
-    """Bytes in host memory."""
-    unpredicted: tuple[str, ...] = ()
-    """Features of the model that the formula does not know; with any, parts are an estimate."""
+    """Bytes that wait in the host's memory."""
     stage_inputs: int = 0
     """The most stage inputs that a pipeline rank stores at a time."""
 
     @property
     def peak_bytes(self) -> int:
         return sum(self.parts.values())
-
-    @property
-    def weight_bytes(self) -> int:
-        """The bytes of the weights, known for every layout."""
-        return self.parts.get("weights", 0)
 
     @property
     def activation_bytes(self) -> int:
@@ -86,11 +79,7 @@ def memory_of(
     known = Memo() if memo is None else memo
     state = _state(shape, layout, options, known)
     device, waits = activations_in(*_pass(shape, layout, row_tokens, options, known), state)
-    return Memory(
-        state.beside(device),
-        int(sum(state.host.values()) + waits),
-        unpredicted(shape),
-    )
+    return Memory(state.beside(device), int(sum(state.host.values()) + waits))
 
 
 def memory_of_ranks(
@@ -124,7 +113,6 @@ def memory_of_ranks(
     stages = stages_of(shape, windows, DrawnRows.whole(row_tokens), layout.pipeline, options)
     of_passes = options.micro_batch * layout.data
     passes = -(-(options.step_rows or ROUNDS * stages.ranks * of_passes) // of_passes)
-    unknown = unpredicted(shape)
     found, met = list[Memory](), set[object]()
     for rank in range(stages.ranks):
         sizes, last = stages.sizes[rank :: stages.ranks], rank == stages.ranks - 1
@@ -136,7 +124,7 @@ def memory_of_ranks(
         state = state_of(shape, layout, options, stage_layers(stages, rank))
         parts = {"activations": taken.kept, "at work": taken.at_work, "batch": passes * batch}
         host = int(sum(state.host.values()) + taken.on_host)
-        found.append(Memory(state.beside(parts), host, unknown, taken.inputs))
+        found.append(Memory(state.beside(parts), host, taken.inputs))
     return found
 
 
@@ -184,25 +172,18 @@ def _pass(
     return memo.once(key, lambda: pass_bytes(shape, layout, row_tokens, options))
 
 
-def unpredicted(shape: ModelShape) -> tuple[str, ...]:
-    """Return the features of a model that the formula does not know."""
-    found = {
-        "experts beside an MLP": shape.beside_mlp,
-        "embeddings of each layer": bool(shape.layer_features),
-        "layers that use the keys of others": bool(shape.borrowers),
-    }
-    return tuple(what for what, here in found.items() if here)
-
-
 def activations_in(one: PassBytes, batch: float, state: State) -> tuple[dict[str, float], float]:
-    """Return the bytes of activations by part at their peak, and those on the host. one, batch: the
-    bytes of one micro-batch and its batch, with all layers in one stage. state: the model's state,
-    whose additional bytes in a layer and during the loss count as parts if the peak is there."""
-    layers = list(zip(one.layers, one.routers, strict=True))
-    waiting = ((each.held if one.offloads else each.kept) + own for each, own in layers)
-    below = [*accumulate(waiting, initial=one.embedded)]
-    come = state.coming or (0.0,) * len(layers)
-    every = zip(below, layers, come, strict=False)
+    """Return the bytes of activations by part at their peak, and those on the host, if all layers
+    are one stage.
+
+    one, batch: of one micro-batch. state: of the model. The gradients that are there at the peak,
+    or what the state takes beside layers during the loss, are parts too.
+    """
+    layers = list(zip((one.embedded, *one.layers), (0.0, *one.routers), strict=True))
+    waiting = [(each.held if one.offloads else each.kept) + own for each, own in layers]
+    come = state.coming or (0.0,) * len(one.layers)
+    below = [*accumulate(waiting, initial=0.0)]
+    every = zip(below, layers, (*come[:1], *come), strict=False)
     peak, kept, made = max((kept + own + each.most + g, kept, g) for kept, (each, own), g in every)
     loss, beside = below[-1] + one.head.most, {"gradients": made} if made else dict[str, float]()
     if loss + sum(state.at_loss.values()) > peak:

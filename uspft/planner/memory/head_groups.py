@@ -14,13 +14,12 @@ from functools import partial
 from typing import NamedTuple
 
 from uspft.families.projections import BEFORE, BEHIND, STATE_LAYER
-from uspft.planner.memory.attention import attended, work_bytes
+from uspft.planner.memory.attention import at_home, attended, work_bytes
 from uspft.planner.memory.layer import Layer, enter
 from uspft.planner.memory.operations import WIDE, LayerTape
 from uspft.planner.memory.sizes import LayerSizes, Sharing, StateHeads
 from uspft.planner.memory.states import (
     StateLayer,
-    at_home,
     convolved,
     inside_heads,
     kept_bytes,
@@ -275,12 +274,14 @@ class AttentionGroupMemory(GroupMemory):
                 )
         return found
 
-    def _there(self, one: list[Storage]) -> list[Storage]:
-        """Start the all-to-all that splits heads."""
-        here = one.pop()
-        if self.sizes.sharing.row.ulysses == 1:
-            return [here]
-        return [self.tape.new(here.size), self.tape.new(here.size)]
+    def _start(self, made: list[Storage]) -> list[list[Storage]]:
+        """Start the all-to-all that splits the heads of each tensor, which empties the list, and
+        return what is sent of each and its receive buffer."""
+        found, alone = [], self.sizes.sharing.row.ulysses == 1
+        while made:
+            here = made.pop(0)
+            found.append([here] if alone else [self.tape.new(here.size) for _ in range(2)])
+        return found
 
     def _homeward(self, one: list[Storage]) -> None:
         """Start the all-to-all back to the tokens' ranks."""
@@ -297,19 +298,19 @@ class AttentionGroupMemory(GroupMemory):
             del one
 
     def _launched(self, turn: _Turn) -> list[list[Storage]]:
-        return [self._there(one) for one in self._made(turn)]
+        return self._start(self._made(turn))
 
-    def _made(self, turn: _Turn) -> list[list[Storage]]:
+    def _made(self, turn: _Turn) -> list[Storage]:
         """Return a turn's queries, and in a group's first turn keys and values."""
         found = self._storages(turn)
         keys = turn.keys if turn.first else 1
         self._first(replace(self.sizes.sharing, heads=turn.queries, kv_heads=keys))
         return found
 
-    def _storages(self, turn: _Turn) -> list[list[Storage]]:
+    def _storages(self, turn: _Turn) -> list[Storage]:
         how = self.sizes.sharing
         sizes = [how.bytes(turn.queries), *[how.bytes(turn.keys)] * (2 * turn.first)]
-        return [[self.tape.new(size)] for size in sizes]
+        return [self.tape.new(size) for size in sizes]
 
     def _scales(self) -> list[Storage]:
         """Return the factors of tokens in norms over all heads, for queries and for keys."""
@@ -360,7 +361,7 @@ class AttentionGroupMemory(GroupMemory):
             query, *others = _arrived(coming)
             pair = others or pair
             others = []
-            coming = [self._there(slope), self._there([tape.new(size)])]
+            coming = self._start(slope) + self._start([tape.new(size)])
             both = _arrived(coming)
             tape.new(work_bytes(how, turn.queries, turn.keys))
             dq = [tape.new(size)]
@@ -411,10 +412,10 @@ class GatheredGroupMemory(AttentionGroupMemory):
         found, self._qkv = self._qkv, []
         return found if needed and self.sizes.recompute != "nothing" else []
 
-    def _made(self, turn: _Turn) -> list[list[Storage]]:
+    def _made(self, turn: _Turn) -> list[Storage]:
         how = self.sizes.sharing
-        if turn.queries == how.heads and how.row.ulysses == 1:  # all of them, in their layout
-            return [[one] for one in self._qkv]
+        if turn.queries == how.heads and how.row.ulysses == 1:  # all of them, as they lie
+            return [*self._qkv]
         return self._storages(turn)
 
     def _begin(self, saved: list[Storage]) -> list[Storage]:
@@ -478,7 +479,7 @@ class StateGroupMemory(GroupMemory):
                 kept = tape.new(kept_bytes(some))
                 inside.clear()
                 if some.ulysses > 1:
-                    own = at_home(tape, own, some)
+                    own = at_home(tape, own, some.bytes(some.values))
                 found.append(kept)
             del own, kept
         return found

@@ -1,8 +1,7 @@
-"""The peak memory of attention's backward if a rank's tokens are several blocks, or keys come from
-other ranks.
+"""The peak memory of attention's backward if a rank's tokens are several blocks or keys come from
+other ranks, by replaying on a tape what sequence/passes.py and kernels/varlen.py allocate.
 
-It replays sequence/passes.py and kernels/varlen.py on a tape, for one causal document in an
-algorithm's token order. Sizes are bytes.
+The row is one causal document, whose tokens the algorithm assigns to ranks. Sizes are bytes.
 """
 
 from __future__ import annotations
@@ -215,7 +214,8 @@ RangeGradients = list[tuple[int, Storage]]
 
 
 class _Sum:
-    """As kernels/merge.py: a gradient that covers all is not copied while it is the only one."""
+    """A sum of gradients as kernels/merge.py computes it: one that covers all tokens is not copied
+    as long as it is the only one."""
 
     def __init__(self, tape: Tape, tokens: int, size: float, wide: int) -> None:
         """size: the bytes of a token."""
@@ -340,7 +340,7 @@ def _exchange(
     tape: Tape, share: Share, exchange: Exchange, token: BytesPerToken, dq: _Sum, own: _Sum
 ) -> None:
     """Simulate the backward of an exchange: add to the gradients of queries and of a rank's own
-    keys."""
+    keys as keys arrive."""
     tokens, held = (each[share.ring_index].tokens for each in (share.holdings, share.keys))
     parcels = _arriving(tape, exchange, token)
     queries, keys = _kernel(tape, exchange.blocks_here, held, tokens, token)

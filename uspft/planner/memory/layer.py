@@ -7,16 +7,20 @@ and the hooks of model/ and tensor/. Sizes are bytes.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 from uspft.planner.layer_kinds import SHARED_EXPERT
 from uspft.planner.memory.attention import InnerAttention, Remembered, attend, attend_over_heads
-from uspft.planner.memory.experts import routed
+from uspft.planner.memory.experts import ExpertsMemory, chosen
 from uspft.planner.memory.mesh import ProductOnMesh
 from uspft.planner.memory.operations import Angles, LayerTape, NormKind
 from uspft.planner.memory.sizes import OUTWARD, LayerSizes
 from uspft.planner.memory.tape import Storage, Tensor
 from uspft.planner.products import SHARED_GATE
+
+_EMBEDDED = ("", "post_per_layer_input_norm")
+"""The norms before and after what a layer adds for its own embedding of each token."""
 
 
 class Layer:
@@ -27,6 +31,12 @@ class Layer:
         self._remembered: Remembered | None = None
         self.below: Storage | None = None
         """The input of the layer below, once it is copied back from the host."""
+        self.embeddings = Tensor(0.0)
+        """The embeddings of all layers, of which each adds its own (Gemma 4)."""
+        self.pair: list[Tensor] = []
+        """The keys and values that the layer uses with others (Gemma 4)."""
+        self.lent: list[Storage | None] = []
+        """Those of the first run, which are stored for the other layers."""
         self._made: dict[str, Tensor] = {}
         """The outputs of projections into a block on a mesh, which are computed together."""
         if sizes.recompute in ("nothing", "exchange"):
@@ -34,16 +44,38 @@ class Layer:
             self._remembered = Remembered(tape, wanted=not exchanges)
 
     def __call__(self, hidden: Tensor) -> Tensor:
+        s = self.sizes
+        if s.experts and any(s.kind.norms_beside):
+            hidden = self._with_gradient(hidden, trains=s.trains)
+        size = s.between_bytes(s.embedding)
+        own = self.tape.parted(self.embeddings, [size]) if s.embedding else []
         hidden = self.first_half(hidden)
-        return self.second_half(hidden)
+        hidden = self.second_half(hidden)
+        if not own:
+            return hidden
+        return self._added(hidden, partial(self._embedded, own.pop()), _EMBEDDED)
+
+    def _embedded(self, own: Tensor, x: Tensor) -> Tensor:
+        """Return what a layer adds for its own embedding of each token."""
+        made = self.tape.bent(self.project(x, "per_layer_input_gate"))
+        return self.project(self.tape.multiplied(made, own), "per_layer_projection")
+
+    def shares(self, *, embeddings: bool, keys: bool) -> None:
+        """Take the embeddings of all layers, and the keys and values of another layer, whose bytes
+        are counted elsewhere. embeddings, keys: whether these need gradients."""
+        s, leaf, none = self.sizes, self.tape.leaf, self.tape.new(0.0)
+        size, half = s.between_bytes(s.embeddings), s.pair_bytes / 2
+        self.embeddings = leaf(size, none) if embeddings else Tensor(size, none)
+        for _ in range(2 * s.borrows):
+            self.pair.append(leaf(half, none) if keys else Tensor(half, none))
 
     def first_half(self, hidden: Tensor) -> Tensor:
         """Return the residual plus the output of attention, or of a layer with a state."""
         return self._added(hidden, self._attention, self.sizes.kind.norms[:2])
 
     def second_half(self, hidden: Tensor) -> Tensor:
-        """Return the residual plus the MLP's output."""
-        return self._added(hidden, self._mlp, self.sizes.kind.norms[2:])
+        """Return the residual plus the output of the MLP, or of the experts."""
+        return self._added(hidden, partial(self._mlp, hidden), self.sizes.kind.norms[2:])
 
     def _added(
         self, residual: Tensor, block: Callable[[Tensor], Tensor], norms: Sequence[str]
@@ -172,8 +204,8 @@ class Layer:
     def _mix(
         self, parts: list[Tensor], whole: Callable[..., Tensor], inner: InnerAttention
     ) -> Tensor:
-        """Return the output of attention or of the delta rule. whole: with the exchanges of heads.
-        inner: between the exchanges."""
+        """Return the output of attention or of the delta rule, if they are not checkpointed apart.
+        whole: computes it with the all-to-alls of heads. inner: computes what is between these."""
         calls = [self._fetch if self.sizes.offloads else None, *[None] * (len(parts) - 1)]
         parts = [self.tape.viewed(one, then) for one, then in zip(parts, calls, strict=True)]
         kept = self._remembered
@@ -214,6 +246,8 @@ class Layer:
         heads, by = s.sharing.kv_heads, Angles(s.wide, s.kind.turned_share)
         query = self._normed(self.project(x, "self_attn.q_proj"), "q", s.sharing.heads)
         query = s.kind.turned(tape, query, by)
+        if s.borrows:
+            return [query, *self.pair]
         made = self.project(x, "self_attn.k_proj")
         alike = s.kind.keys_are_values
         value = tape.viewed(made if alike else self.project(x, "self_attn.v_proj"))
@@ -222,6 +256,9 @@ class Layer:
         key = s.kind.turned(tape, key, by)
         number = s.sharing.tokens * heads
         value = norm(tape, s, value, number, trains=False, split=False, weighs=False)
+        if s.lends:
+            self.pair = [replace(one, storage=None) for one in (key, value)]
+            self.lent = self.lent or [key.storage, value.storage]
         return [query, key, value]
 
     def _normed(
@@ -243,23 +280,37 @@ class Layer:
             found = norm(tape, s, found, tokens * heads, trains=trains, split=False)
         return found
 
-    def _mlp(self, x: Tensor) -> Tensor:
+    def _mlp(self, residual: Tensor, x: Tensor) -> Tensor:
+        """Return the output of the MLP, or of the experts, for x, the normed residual."""
         tape, s = self.tape, self.sizes
         if not s.experts:
             return self._of_every(x)
-        if not x.node and x.storage and self._any_trains("mlp."):  # as in model/experts.py
-            x = tape.leaf(x.size, x.storage)
-        last = s.kind.shared_last
-        every = self._of_every(x) if s.inner and not last else None
-        # Routers see tokens as they are between blocks.
-        made = routed(tape, x, s, partial(enter, tape, s))
-        made = self._leave(made)
+        x = self._with_gradient(x, trains=self._any_trains("mlp."))
+        behind_mlp, before, behind = s.kind.norms_beside
+        every = None
+        if s.inner and not s.kind.shared_last:
+            every = self.norm(self._of_every(x), behind_mlp)
+        # Their router sees tokens as they are between blocks.
+        taken = tape.flattened(residual) if before else x
+        index, scores = chosen(tape, taken, s)
+        given = [self.norm(taken, before), index, scores]
+        del taken, index, scores
+        given = [enter(tape, s, one) for one in given]
+        made = ExpertsMemory(tape, s)(*given)
+        del given
+        made = self.norm(self._leave(made), behind)
         if not s.inner:
             return made
         every = every or self._of_every(x)
         if s.mlp == SHARED_EXPERT:
             every = tape.multiplied(every, tape.gated(self.project(x, SHARED_GATE)))
         return tape.added(made, every)
+
+    def _with_gradient(self, x: Tensor, *, trains: bool) -> Tensor:
+        """Return the input of the module that has the experts, which asks for a gradient where any
+        of the module's weights trains (model/experts.py)."""
+        leaf = trains and x.storage and not x.node
+        return self.tape.leaf(x.size, x.storage) if leaf else x
 
     def _of_every(self, x: Tensor) -> Tensor:
         """Return the output of the MLP that every token uses."""
@@ -316,7 +367,8 @@ def norm(
     wide, tile = sizes.wide, sizes.tile
     tokens = sizes.between if split is None else sizes.sharing.tokens
     some = bool(sizes.mesh_rows) if split is None else split
-    how = NormKind(sizes.kind.wide_norms or some, some, weighs)
+    kind = sizes.kind
+    how = NormKind(kind.wide_norms or some, some, weighs, kind.powered_norms)
     if tile and tile < tokens and not split:
         share = tile / tokens
         module = lambda parts: tape.rms_norm(  # noqa: E731

@@ -28,6 +28,8 @@ class NormKind(NamedTuple):
     """Whether its features are split over ranks, which sum their squares (model/divided.py)."""
     weighs: bool = True
     """Whether it has a weight."""
+    powered: bool = False
+    """Whether the factor is a power of the mean square, which is then saved too (Gemma 4)."""
 
 
 ANGLES = Tensor(0.0)
@@ -104,6 +106,11 @@ class LayerTape(Tape):
         """Return a copy of x, whose gradient is passed through."""
         return self.record((x,), (x.size,), lambda grads: grads)[0]
 
+    def flattened(self, x: Tensor) -> Tensor:
+        """Return a view of all of x, whose gradient is a view too."""
+        assert x.storage
+        return self.record((x,), (x.size,), lambda grads: grads, made=[x.storage])[0]
+
     def dropped(self, x: Tensor, elements: float) -> Tensor:
         """Return the dropout of model/dropout.py, which draws again in the backward."""
         drawn = DRAWN_BYTES * min(DRAWN_AT_ONCE, elements)
@@ -169,23 +176,20 @@ class LayerTape(Tape):
             return [steps[-1]]
 
         squares = self.new(before)
-        made = [self.new(size)]
+        made, keeps = [self.new(size)], [held, self.new(size * how.powered)]
         del squares
-        return self.record((x,), (size,), backward, saves=True, keeps=[held], made=made)[0]
+        return self.record((x,), (size,), backward, saves=True, keeps=keeps, made=made)[0]
 
-    def turned(self, x: Tensor, size: float | None = None) -> Tensor:
-        """Return queries or keys with rotary embeddings, x · cos + rotate_half(x) · sin. size: in
-        the angles' dtype."""
+    def turned(self, x: Tensor, by: Angles, wide: float = 1.0) -> Tensor:
+        """Apply rotary embeddings to queries or keys, x · cos + rotate_half(x) · sin. wide: the
+        size of the angles' dtype divided by that of x's."""
+        size = wide * x.size
         straight = self.multiplied(x, ANGLES, size)
         return self.added(straight, self.multiplied(self._half_turned(x), ANGLES, size))
 
-    def turned_plainly(self, x: Tensor, by: Angles) -> Tensor:
-        """Apply rotary embeddings in x's dtype."""
-        return self.turned(x)
-
     def turned_wide(self, x: Tensor, by: Angles) -> Tensor:
         """Apply rotary embeddings in float32, and return x's dtype (OLMo 2)."""
-        return self._as(self.turned(x, by.wide * x.size), x.size)
+        return self._as(self.turned(x, by, by.wide), x.size)
 
     def turned_in_pairs(self, x: Tensor, by: Angles) -> Tensor:
         """Apply rotary embeddings in float32 to pairs of neighbouring features, with angles that
@@ -205,7 +209,7 @@ class LayerTape(Tape):
         """Apply rotary embeddings to the first features, and concatenate the rest (Phi-3)."""
         part = self.sliced(x, by.share * x.size)
         rest = self.sliced(x, x.size - part.size)
-        return self.joined([self.turned(part), rest])
+        return self.joined([self.turned(part, by), rest])
 
     def turned_by_halves(self, x: Tensor, by: Angles) -> Tensor:
         """Apply rotary embeddings to the two halves of a head, and concatenate these (gpt-oss)."""

@@ -14,18 +14,25 @@ from uspft.planner.memory.experts import logit_bytes
 from uspft.planner.memory.head_groups import LayerInGroups
 from uspft.planner.memory.layer import Layer, enter, norm
 from uspft.planner.memory.mesh import all_features
-from uspft.planner.memory.operations import INDEX, WIDE, LayerTape
+from uspft.planner.memory.operations import INDEX, WIDE, LayerTape, NormKind
 from uspft.planner.memory.sizes import LayerSizes, layers_of
 from uspft.planner.memory.states import StateLayer
 from uspft.planner.memory.tape import GradientStorages, Tensor
-from uspft.planner.products import head_projection
-from uspft.planner.trained import EMBEDDING, HEAD, LAST_NORM, outside_trains
+from uspft.planner.products import head_projection, outside_modules
+from uspft.planner.trained import (
+    EMBEDDING,
+    HEAD,
+    LAST_NORM,
+    outside_trains,
+    trained_outside,
+)
 
 if TYPE_CHECKING:
     from uspft.families import ModelShape
     from uspft.layout import Layout
     from uspft.planner.options import Options
 
+_PROJECTION_NORM = "per_layer_projection_norm"
 BATCH_BYTES = 6 * 8
 """The bytes of a token in a batch: its id, label, position, index in the stream, row, and whether
 it has a target, each int64."""
@@ -45,10 +52,32 @@ class LayerBytes:
     """Whether the layer, if not checkpointed, saves no tensor that needs its input's memory."""
 
 
+class LaterLayers(NamedTuple):
+    """What is alive in a layer's backward because of layers behind it (Gemma 4)."""
+
+    embeddings: bool = False
+    """Whether the embeddings of all layers have received a gradient."""
+    keys: bool = False
+    """Whether the keys and values that the layer uses with others have."""
+    others: float = 0.0
+    """The bytes of other layers' keys and values, or of the gradients of these."""
+
+
+NOTHING_LATER = LaterLayers()
+
+
 @lru_cache(maxsize=4096)
-def layer_bytes(sizes: LayerSizes, *, reached: bool = True, beside: int = 0) -> LayerBytes:
+def layer_bytes(
+    sizes: LayerSizes,
+    *,
+    reached: bool = True,
+    beside: int = 0,
+    embeddings: bool = True,
+    later: LaterLayers = NOTHING_LATER,
+) -> LayerBytes:
     """Return the bytes of a layer. reached: whether its input needs a gradient. beside: the number
-    of tensors of its input's size that transformers keeps until the last layer has run."""
+    of tensors of its input's size that transformers keeps until the last layer has run. embeddings:
+    whether the embeddings of all layers need a gradient."""
     tape = LayerTape()
     size = sizes.between_bytes()
     hidden = [tape.leaf(size)]  # a list, so that it can be freed as early as in a run
@@ -57,15 +86,23 @@ def layer_bytes(sizes: LayerSizes, *, reached: bool = True, beside: int = 0) -> 
     plain = StateLayer if sizes.state else Layer
     kind = LayerOfCopies if sizes.copies > 1 else LayerInGroups if sizes.at_once else plain
     layer = kind(tape, sizes)
+    layer.shares(embeddings=embeddings, keys=reached)
+
+    def received() -> list[Tensor]:
+        """Return the tensors beside the output that have received gradients."""
+        return [layer.embeddings] * later.embeddings + layer.pair * later.keys
+
     if sizes.recompute is None:
         out = layer(hidden[0])
         before, forward = tape.live, tape.most
         hidden.clear()
+        layer.lent.clear()  # by transformers behind the last layer
         kept, lets_go = tape.live - out.size, tape.live < before
         forward += size * beside
         if out.node:
-            out.storage = None
-            tape.backward(out, tape.new(size))
+            out.storage, others = None, tape.new(later.others)
+            tape.backward(out, tape.new(size), received())
+            del others
         return LayerBytes(kept, max(forward, tape.most), lets_go=lets_go)
     with tape.first_run():
         out = layer(hidden[0])
@@ -76,10 +113,12 @@ def layer_bytes(sizes: LayerSizes, *, reached: bool = True, beside: int = 0) -> 
         layer.groups.waits()
     kept = tape.live
     if trains:
-        # The input copied back from the host is freed after recomputation.
-        then = hidden.clear if sizes.offloads else lambda: None
-        tape.second_run(lambda: layer(hidden[0]), size, then)
+        # The input that came back from the host is freed with the second run.
+        then, others = hidden.clear if sizes.offloads else lambda: None, tape.new(later.others)
+        tape.second_run(lambda: [layer(hidden[0]), *received()], then)
+        del others
     held = sum({id(one): one.size for one in tape.stays}.values())
+    held += sizes.pair_bytes * sizes.lends
     return LayerBytes(kept, tape.most, held) if trains else LayerBytes(0.0, tape.most)
 
 
@@ -162,6 +201,55 @@ def _loss(tape: LayerTape, sizes: HeadSizes, hidden: Tensor) -> Tensor:
     return tape.record((rows, table), (0.0,), backward)[0]
 
 
+@lru_cache(maxsize=256)
+def embeddings_bytes(sizes: LayerSizes, table: float, *, reached: bool) -> LayerBytes:
+    """Return the bytes of what makes the embeddings of all layers (Gemma 4), and of these, which
+    stay until the first layer's backward has run.
+
+    sizes: of the first layer, with what trains of the modules that make them. table: the bytes of
+    the embedding table's gradient. reached: whether the hidden states before the first layer need
+    a gradient.
+    """
+    tape, s = LayerTape(), sizes
+    size, every = s.between_bytes(), s.between_bytes(s.embeddings)
+    known = (s.recompute or s.wide == 1) and not s.offloads  # in what the first layer keeps
+    hidden = tape.new(0.0 if known else size)
+    x = tape.leaf(size, hidden) if reached else Tensor(size, hidden)
+    words = tape.parameter("embed_tokens_per_layer" in s.trained)
+    of_words = tape.remade(tape.record((words,), (every,), lambda grads: [tape.new(table)])[0])
+    of_hidden = tape.remade(Layer(tape, s).project(x, "per_layer_model_projection"))
+    how = NormKind(wide=True, powered=s.kind.powered_norms)
+    number, trains = s.between * s.embeddings / s.embedding, _PROJECTION_NORM in s.trained
+    normed = tape.rms_norm(of_hidden, s.wide * every, number, how, trains=trains)
+    del of_hidden
+    made = tape.remade(tape.added(normed, of_words))
+    del normed, of_words, hidden
+    x.storage = None
+    kept = tape.live
+    if made.node:
+        made.storage = None
+        tape.backward(made, tape.new(every), [x])
+    return LayerBytes(kept, tape.most)
+
+
+def later_layers(kinds: Sequence[LayerSizes]) -> list[LaterLayers]:
+    """Return what is alive in each layer's backward because of the layers behind it."""
+    if not kinds[0].embedding:
+        return [NOTHING_LATER] * len(kinds)
+    lenders = {number: of for number, of in enumerate(kinds) if of.lends}
+    last = {of.keys_of: number for number, of in enumerate(kinds)}
+    found, again = list[LaterLayers](), False
+    for number, of in enumerate(kinds):
+        again, others = again or of.recompute is not None, 0.0
+        for lender, pair in lenders.items():
+            held = again and number < lender  # for the second runs of checkpointed layers
+            waits = lender < number < last[lender] and of.keys_of != lender
+            others += pair.pair_bytes * (held or waits)
+        keys = of.keys_of is not None and number < last[of.keys_of]
+        found.append(LaterLayers(number + 1 < len(kinds), keys, others))
+    return found
+
+
 def balance_bytes(head: HeadSizes, routers: Sequence[float]) -> float:
     """Return the peak bytes of the routers' loss (model/router.py), in addition to their logits:
     the gradients from the loss, probabilities, and for one layer its choices and its logits in
@@ -173,7 +261,7 @@ def balance_bytes(head: HeadSizes, routers: Sequence[float]) -> float:
 
 
 class ChunkKeys(NamedTuple):
-    """The bytes of a chunk's keys and values in a layer, for later chunks."""
+    """The bytes of a chunk's keys and values in a layer, which later chunks use."""
 
     kept: float
     """The bytes saved in addition to what the layer saves anyway."""
@@ -185,34 +273,32 @@ class ChunkKeys(NamedTuple):
 
 @dataclass(frozen=True)
 class PassBytes:
-    """The bytes of one micro-batch, or of its largest chunk, by layer, on a rank with every
+    """The activation memory of one micro-batch, or of its largest chunk, on a rank that has every
     layer."""
 
     layers: tuple[LayerBytes, ...]
     head: LayerBytes
-    """Of everything after the last layer, including the loss."""
+    """Of the last norm, the head and the loss."""
     any_head: LayerBytes
-    """The part of that which does not depend on a chunk's size, such as the gradient of the head's
-    weight."""
+    """The part of that which a chunk of any size takes, such as the head's weight gradient."""
     hidden: float
-    """Of the hidden states between layers, which stages send to each other."""
+    """Of the hidden states between layers, which stages send one another."""
     angles: float
-    """Of the rotary cosines and sines of a stage's forward."""
-    embedded: float = 0.0
-    """Of the embedding's output, if it stays alive in addition to what the first layer saves."""
+    """Of the cosines and sines of rotary embeddings, which each forward of a stage computes."""
+    embedded: LayerBytes = LayerBytes(0.0, 0.0)
+    """Of the embedding's output, if the first layer does not save it, and of what makes the
+    embeddings of each layer (Gemma 4)."""
     offloads: bool = False
-    """Whether what layers save is moved to the host."""
+    """Whether what layers save is offloaded to the host."""
     keeps_input: tuple[bool, ...] = ()
-    """For each layer whether what it saves includes its input."""
+    """For each layer whether it saves its input."""
     bare: tuple[LayerBytes, ...] = ()
-    """The first layers again, for a stage without the embedding whose input needs no gradient:
-    layers up to the first that trains."""
-
+    """The first layers in a stage without the embedding, where their input needs no gradient: those
+    that do not train, and the first that does."""
     routers: tuple[float, ...] = ()
-    """Of each layer's router logits, which are saved if the loss of routers is used; empty in
-    stages."""
+    """Of the logits of each layer's router, which stay for the routers' loss; 0 in stages."""
     keys: tuple[ChunkKeys, ...] = ()
-    """Of each layer's keys, if a micro-batch passes through stages in chunks."""
+    """For each layer, if micro-batches go through stages in chunks."""
 
     @property
     def first(self) -> int:
@@ -228,25 +314,32 @@ def pass_bytes(
     outside = outside_trains(options.lora, options.freeze)
     # With checkpointing transformers makes the embedding's output require a gradient.
     reached, each = outside[EMBEDDING] or options.checkpointing, list[LayerBytes]()
-    known: dict[tuple[int, bool, int], LayerBytes] = {}
+    known: dict[tuple[object, ...], LayerBytes] = {}
     offloads = kinds[0].offloads
     # A frozen embedding's output is a leaf, which stays alive as long as the graph.
     copied = kinds[0].tensor > 1 or offloads or kinds[0].kind.scaled
     leaf = options.checkpointing and not outside[EMBEDDING] and copied
-    embedded = kinds[0].inside_bytes() if leaf else 0.0
+    stays, entry = kinds[0].inside_bytes() if leaf else 0.0, LayerBytes(0.0, 0.0)
     if offloads and all(one is not kinds[0] for one in kinds[1:]):
         kinds[0] = replace(kinds[0], first=True)
-    for sizes in kinds:
-        # transformers' forward keeps a reference to the first layer's input, and to its unscaled
-        # form.
+    of_embeddings = trained_outside(shape, options.lora, options.freeze)
+    embeddings = bool(kinds[0].embedding) and (reached or bool(of_embeddings))
+    if kinds[0].embedding:
+        table = float(next(iter(outside_modules(shape).values())).parameters)
+        made_by = replace(kinds[0], trained=of_embeddings.weights, adapted=of_embeddings.adapters)
+        entry = embeddings_bytes(made_by, options.element * table, reached=reached)
+    for sizes, later in zip(kinds, later_layers(kinds), strict=True):
+        # transformers' forward holds what the first layer takes, and what was scaled to it.
         scaled, apart = sizes.kind.scaled, not leaf or sizes.tensor > 1
         beside = (scaled and apart) + (offloads and bool(each) and (scaled or apart))
         if sizes.recompute is None:
             beside = (bool(each) and each[0].lets_go) + (scaled and options.element < WIDE)
-        key = id(sizes), reached, beside
-        known[key] = known.get(key) or layer_bytes(sizes, reached=reached, beside=beside)
+        key = id(sizes), reached, beside, later
+        known[key] = known.get(key) or layer_bytes(
+            sizes, reached=reached, beside=beside, embeddings=embeddings, later=later
+        )
         each.append(known[key])
-        reached = reached or bool(sizes.trained or sizes.adapted)
+        reached = reached or sizes.trains or embeddings
     head = HeadSizes(
         kinds[-1],
         head_projection(shape).on(layout.mesh_columns).outputs,
@@ -276,7 +369,7 @@ def pass_bytes(
         any_head,
         kinds[0].between_bytes(),
         float(angles),
-        embedded,
+        LayerBytes(stays + entry.kept, stays + entry.most, held=stays + entry.kept),
         offloads,
         tuple(map(bool, keeps)),
         tuple(layer_bytes(sizes, reached=False, beside=not sizes.recompute) for sizes in alone),

@@ -52,7 +52,9 @@ class RankBytes(NamedTuple):
     """The bytes of activations on a rank at its peak."""
 
     kept: float
+    """What other micro-batches save."""
     at_work: float
+    """What the running forward or backward takes, with messages."""
     on_host: float
     inputs: int
     """The most stage inputs stored at a time."""
@@ -81,10 +83,11 @@ def rank_bytes(
     sizes: Sequence[float] = (1.0,),
     chunks: Sequence[PassBytes] = (),
 ) -> RankBytes:
-    """Return the bytes of a step's micro-batches on a pipeline rank.
+    """Return the activation memory of a rank of a pipeline in a step of so many micro-batches.
 
-    sizes: the tokens of each chunk as shares of the largest one's. chunks: the bytes of each if it
-    had as many tokens as that; `one` is the first.
+    one: what a micro-batch takes if a rank has all layers. sizes: the tokens of each chunk relative
+    to the largest one's. chunks: what each chunk takes if it has as many tokens as the largest, of
+    which `one` is the first.
     """
     mine = range(rank, stages.count, stages.ranks)
     each = [_stage_bytes(one, stages, stage, sizes, chunks) for stage in mine]
@@ -94,8 +97,8 @@ def rank_bytes(
     trained = [_trains(one, stages, stage) for stage in mine]
     begun = trained.index(True) if any(trained) else len(trained)
     every_moment = moments(stages.ranks, schedule, few, rank, begun)
-    if not every_moment:  # forward only: the stage's input and output
-        beside = (SENT + 2) * one.hidden + 2 * one.angles
+    if not every_moment:  # forward alone, while what went in before, and what came out, is there
+        beside = (SENT + 2) * one.hidden + one.angles
         return RankBytes(0.0, max(peak for stage in each for peak in stage.peaks) + beside, 0.0, 0)
     message = one.hidden * sum(sizes) / len(sizes)
 
@@ -138,8 +141,8 @@ def _stage_bytes(
         return [(*alone, *layers[len(alone) :])[layer] for layer in mine]
 
     layers, keys = of_mine(one.layers), [one.keys[layer] for layer in mine] if one.keys else []
-    entered = one.hidden * (not one.keeps_input[mine.start]) if stage else one.embedded
-    waiting = (0.0 if one.offloads else layer.kept for layer in layers)
+    entered = one.hidden * (not one.keeps_input[mine.start]) if stage else one.embedded.kept
+    waiting = (layer.held if one.offloads else layer.kept for layer in layers)
     below = [*accumulate(waiting, initial=entered)]
     made = 0.0 if last else one.hidden
     out = one.head.kept - one.any_head.kept if last else made
@@ -150,12 +153,13 @@ def _stage_bytes(
         every += [below[-1] + one.head.most - one.any_head.most] if last else []
         sums = _sums(keys, sizes, chunk) if keys else [0.0] * (len(layers) + 1)
         sums[-1] += one.any_head.most * last
-        peaks.append(max(size * a + b for a, b in zip(every, sums, strict=False)))
+        most = max(size * a + b for a, b in zip(every, sums, strict=False))
+        peaks.append(most + size * one.angles)
     return StageBytes(
         kept=(below[-1] + one.angles + out) * trains,
         keys=sum(own.kept for own in keys),
         whole=one.any_head.kept * last * trains,
-        on_host=sum(layer.kept for layer in layers) if one.offloads else 0.0,
+        on_host=sum(layer.kept - layer.held for layer in layers) if one.offloads else 0.0,
         peaks=tuple(peaks),
     )
 
@@ -208,10 +212,11 @@ def _send(lines: dict[int, list[bool]], to: int, *, alone: bool) -> None:
 def each_chunk(
     tokens: Sequence[int], ring: int, taking: Callable[[float], PassBytes]
 ) -> list[PassBytes]:
-    """Return the bytes of each chunk if it had as many tokens as the largest one.
+    """Return what each chunk would take with as many tokens as the largest one.
 
-    tokens: of each chunk. taking: returns them for a number of earlier tokens per token. Without a
-    ring, attention sees one earlier chunk at a time, however many there are.
+    tokens: of each chunk. taking: returns it for a number of earlier tokens per token of the chunk.
+    A ring gathers the keys of all earlier chunks; without one, attention to earlier chunks runs one
+    after another, so that their number does not matter.
     """
     before = accumulate(tokens[:-1], initial=0)
     behind = [a / b if ring > 1 else float(a > 0) for a, b in zip(before, tokens, strict=True)]

@@ -6,7 +6,14 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from uspft.families import NO_KEYS, ModelShape, StateSizes, layer_windows, state_sizes
+from uspft.families import (
+    NO_KEYS,
+    ModelShape,
+    StateSizes,
+    layer_blocks,
+    layer_windows,
+    state_sizes,
+)
 from uspft.families.projections import BEHIND, STATE_LAYER
 from uspft.pipeline.stages import first_layers
 from uspft.planner.expert_traffic import ranks_met
@@ -208,6 +215,14 @@ class LayerSizes:
     """The number of interleaved groups of tokens (`fine_grain_interleave`)."""
     puts_off: bool = True
     """Whether copies delay weights' gradients, whose inputs stay alive while the layer runs."""
+    embedding: int = 0
+    """The features of a layer's own embedding of a token (Gemma 4); 0 if it has none."""
+    embeddings: int = 0
+    """Those of the embeddings of all layers, which are one tensor."""
+    keys_of: int | None = None
+    """The layer whose keys and values several layers use, if this is one of them."""
+    borrows: bool = False
+    """Whether that is another layer."""
     first: bool = False
     """Whether there is no layer below whose input is copied back from the host."""
     some_heads: bool = False
@@ -242,6 +257,16 @@ class LayerSizes:
         return bool(self.trained or self.adapted)
 
     @property
+    def lends(self) -> bool:
+        """Whether other layers use its keys and values."""
+        return self.keys_of is not None and not self.borrows
+
+    @property
+    def pair_bytes(self) -> float:
+        """The bytes of its keys and values."""
+        return 2 * self.sharing.bytes(self.sharing.kv_heads)
+
+    @property
     def block(self) -> str:
         """The name of the module that mixes tokens."""
         return STATE_LAYER if self.state else "self_attn"
@@ -255,6 +280,8 @@ class LayerSizes:
         """Return the input features of a block's output projection."""
         if block == STATE_LAYER and self.state:
             return self.state.values
+        if block == "per_layer_projection":
+            return self.embedding
         return self.sharing.heads * self.sharing.dim if block == "self_attn" else self.inner
 
     @property
@@ -291,9 +318,10 @@ class LayerSizes:
         own = takes * gives if name in self.trained else 0
         return float(self.element * (own + self.rank * (takes + gives) * (name in self.adapted)))
 
-    def between_bytes(self) -> float:
-        """Return the bytes of hidden states between blocks."""
-        return float(self.between * self.features * self.element)
+    def between_bytes(self, features: int | None = None) -> float:
+        """Return the bytes of the hidden states between blocks, or of so many features there."""
+        each = self.features if features is None else features
+        return float(self.between * each * self.element)
 
     def inside_bytes(self) -> float:
         """Return the bytes of all features of the tokens inside of blocks."""
@@ -311,6 +339,9 @@ class LayerSizes:
             both = (1 + self.kind.gated) * queries
             kinds = {"q": both, "k": keys} | ({} if self.kind.keys_are_values else {"v": keys})
             return {f"self_attn.{one}_proj": size for one, size in kinds.items()}
+        if block.startswith("per_layer"):
+            gate, model = "per_layer_input_gate", "per_layer_model_projection"
+            return {gate: self.embedding, model: self.embeddings}
         if self.kind.fused:
             return {"mlp.gate_up_proj": 2 * self.inner}
         into = {f"{self.mlp}.gate_proj": self.inner, f"{self.mlp}.up_proj": self.inner}
@@ -347,13 +378,17 @@ def layers_of(
     down = inner_matrices(shape, experts=shape.routed)[-1].on(layout.tensor)
     met = ranks_met(shape, layout.experts)
     experts = Experts(down.inputs, down.copies, down.per_token, layout.experts, met)
-    known: dict[tuple[int, int | None, int, bool], LayerSizes] = {}
+    known: dict[tuple[object, ...], LayerSizes] = {}
     found = []
-    of_layers = zip(layer_kinds(shape), windows, trains, strict=True)
-    for number, (kind, window, trained) in enumerate(of_layers):
-        key = id(kind), window, id(trained), number in again
+    own, blocks = shape.layers - shape.borrowers, layer_blocks(shape)
+    lenders = {window: number for number, window in enumerate(windows[:own]) if shape.borrowers}
+    of_layers = zip(layer_kinds(shape), windows, trains, blocks, strict=True)
+    for number, (kind, window, trained, of_layer) in enumerate(of_layers):
+        lender = lenders.get(window)
+        shared = lender if number >= own or number == lender else None
+        key = id(kind), window, id(trained), number in again, shared, of_layer.borrows
         if key not in known:
-            of, seen = shape.of_window(window), None
+            of, seen = of_layer.sizes(shape), None
             if window not in (None, NO_KEYS) and window < row_tokens:
                 seen = Window(window, row_tokens, everywhere)
             heads, kv = (-(-each // columns) for each in (of.heads, of.kv_heads))
@@ -369,7 +404,7 @@ def layers_of(
                     options.flash,
                 ),
                 shape.hidden_size,
-                inner_features(shape, columns, experts=bool(kind.router)),
+                inner_features(of, columns, experts=bool(kind.router)),
                 kind,
                 columns,
                 options.use_seq_parallel and not layout.is_mesh,
@@ -387,6 +422,10 @@ def layers_of(
                 offloads=options.offload_activations and options.checkpointing,
                 copies=options.copies if columns > 1 and not layout.is_mesh else 1,
                 puts_off=options.zero_stage < 3,
+                embedding=shape.layer_features,
+                embeddings=shape.layers * shape.layer_features,
+                keys_of=shared,
+                borrows=of_layer.borrows,
             )
         found.append(known[key])
     return found

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from uspft.families.projections import STATE_LAYER
-from uspft.planner.memory.attention import InnerAttention, scattered
+from uspft.planner.memory.attention import InnerAttention, at_home, scattered
 from uspft.planner.memory.layer import Layer
 from uspft.planner.memory.operations import WIDE, LayerTape, NormKind
 from uspft.planner.memory.sizes import LayerSizes, StateHeads
@@ -50,8 +50,7 @@ class StateLayer(Layer):
         return found
 
     def _by_gate(self, x: Tensor, out: Tensor, gate: Tensor | None) -> Tensor:
-        """Return the norm of the rule's output, a head at a time, times an activation of the gate
-        in float32."""
+        """Return the rule's output, normed per head, times the gate's activation in float32."""
         tape, of = self.tape, self._heads
         gate = gate or self.project(x, f"{STATE_LAYER}.g_proj")
         number, wide = float(of.tokens * of.sizes.values), of.bytes(of.values, WIDE)
@@ -224,11 +223,6 @@ def inside_heads(tape: LayerTape, parts: list[Tensor], of: StateHeads) -> list[T
     return inside
 
 
-def at_home(tape: LayerTape, out: Tensor, of: StateHeads) -> Tensor:
-    """Return the rule's output with all heads of this rank's tokens."""
-    return tape.remade(out, of.bytes(of.values), beside=out.size, back=out.size)
-
-
 def _over_heads(
     tape: LayerTape, parts: list[Tensor], of: StateHeads, inner: InnerAttention
 ) -> Tensor:
@@ -241,4 +235,4 @@ def _over_heads(
     inside = inside_heads(tape, parts, of)
     made = inner(inside)
     del inside
-    return at_home(tape, made, of)
+    return at_home(tape, made, of.bytes(of.values))

@@ -153,35 +153,31 @@ class Tape:
         finally:
             self.keeps = True
 
-    def second_run(
-        self, run: Callable[[], Tensor], gradient: float, then: Callable[[], None]
-    ) -> None:
+    def second_run(self, run: Callable[[], list[Tensor]], then: Callable[[], None]) -> None:
         """Recompute what ran within `first_run` until the last tensor is saved, and then run its
         backward; operations whose backward uses no saved tensors run before the recomputation.
 
-        gradient: the bytes of the output's gradient. then: called between the two.
+        run: returns the tensors whose gradients are there. then: called between the two.
         """
         last, begin, self._sizeless = self._saves, self._numbers, True
         self._saves = 0
-        out = run()
+        made = run()
         self._sizeless = False
-        pending = _Pending(self)
-        assert out.node
-        pending.arrives(out.node, out.slot, self.new(gradient))
+        pending = _Pending(self, made)
         pending.run(until_saved=True)
         early = pending.left()
-        del out, pending
+        del made, pending
         again, self._nodes = self._numbers - begin, {}
         self._last_save, self._saves = last, 0
-        out = run()
+        made = run()
         nodes, self._nodes, self._last_save = self._nodes, None, -1
         then()
         pending = _Pending(self)
         while early:
-            number, gradients = early.pop()
-            pending.waits(nodes[number + again], gradients)
-            del gradients
-        del out, nodes
+            node, gradients = early.pop()
+            pending.waits(node if node.number < begin else nodes[node.number + again], gradients)
+            del node, gradients
+        del made, nodes
         self.recomputed = True
         pending.run()
         self.recomputed = False
@@ -210,9 +206,10 @@ class Tape:
         finally:
             self.keeps, self._saves, self._last_save, self._parameters, self.recomputed = before
 
-    def backward(self, made: Tensor, gradient: Storage) -> None:
-        """Run the backward from a tensor, which leaves gradients at the leaves."""
-        pending = _Pending(self)
+    def backward(self, made: Tensor, gradient: Storage, others: Sequence[Tensor] = ()) -> None:
+        """Run the backward from a tensor, which leaves gradients at the leaves. others: tensors
+        that have received gradients already."""
+        pending = _Pending(self, others)
         assert made.node
         pending.arrives(made.node, made.slot, gradient)
         del gradient, made
@@ -222,10 +219,14 @@ class Tape:
 class _Pending:
     """The gradients that operations have received whose backward has not run yet."""
 
-    def __init__(self, tape: Tape) -> None:
+    def __init__(self, tape: Tape, made: Sequence[Tensor] = ()) -> None:
+        """made: tensors whose gradients are there."""
         self._tape = tape
         self._waiting: dict[TapeNode, GradientStorages] = {}
         self._ready: list[TapeNode] = []
+        for one in made:
+            if one.node:
+                self.arrives(one.node, one.slot, tape.new(one.size))
 
     def waits(self, node: TapeNode, gradients: GradientStorages) -> None:
         self._waiting[node] = gradients
@@ -239,9 +240,9 @@ class _Pending:
         here = self._waiting[node]
         here[slot] = gradient if here[slot] is None else self._tape.new(gradient.size)
 
-    def left(self) -> list[tuple[int, GradientStorages]]:
-        """Return the operations' numbers and gradients that are left."""
-        return [(node.number, gradients) for node, gradients in self._waiting.items()]
+    def left(self) -> list[tuple[TapeNode, GradientStorages]]:
+        """Return the operations that are left, and their gradients."""
+        return [*self._waiting.items()]
 
     def run(self, *, until_saved: bool = False) -> None:
         """Run the backwards in reverse order. until_saved: whether to stop before the first that

@@ -272,7 +272,12 @@ def test_a_data_set_of_nothing_is_refused(tmp_path: Path) -> None:
     assert "no sample is left, 2 dropped of 2 read; write a larger data.seq" in line
     masked = write_lines(tmp_path / "m.jsonl", [{"input_ids": [1, 2], "labels": [1, -100]}])
     (line,) = faults_of(tmp_path, block(masked), None, 10)
-    assert "no token of any sample is trained; " in line
+    assert "no token of any sample is trained; check" in line
+    answers = [{"input_ids": [1, 2, 3], "labels": [-100, -100, 3]}]
+    late = write_lines(tmp_path / "late.jsonl", answers)
+    cutting = block(late, overlong="truncate", sequence_length=2)
+    (line,) = faults_of(tmp_path, cutting, None, 10)
+    assert "is trained, and 1 of 1 are cut to a row; write a larger data.sequence_length" in line
     assert not list((tmp_path / "cache").iterdir())
 
 

@@ -3,6 +3,7 @@ tensors, with every message that it keeps."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,13 +13,17 @@ import torch
 from benchmarks.memory.count import count_stages
 from benchmarks.memory.predicted import predicted_of_ranks
 from tests.support.ranks import spawn
+from tests.support.shapes import hub
 from tests.unit.planner.memory.test_formula import SAVING, TOKENS, TRAINED, config_of
 from uspft.config.inputs import ModelBlock
 from uspft.config.recipe import MemoryBlock
 from uspft.families import ModelShape, layer_windows, read_shape
 from uspft.layout import Layout
 from uspft.pipeline.schedules import Schedule, warm_up
-from uspft.planner.memory.pipeline import moments
+from uspft.pipeline.stages import Stages
+from uspft.planner.memory.passes import pass_bytes
+from uspft.planner.memory.pipeline import moments, rank_bytes
+from uspft.planner.options import Options
 from uspft.planner.stages import cut_by_flops
 from uspft.prepare.host import CONFIGS
 from uspft.segments import Segments
@@ -190,6 +195,27 @@ def test_every_rank_of_a_pipeline_is_predicted_within_two_percent(tmp_path: Path
     one_at_a_time = case._replace(schedule=case.schedule._replace(scheduler="1f1b"))
     other = predicted(one_at_a_time, tmp_path / "gpipe")
     assert other[0] / found["gpipe"][0] < 0.9
+
+
+def test_offloaded_layers_and_rotary_angles_are_counted() -> None:
+    """Of every micro-batch under way, and the angles of the one at work too."""
+    shape, layout = hub("meta-llama/Llama-3.1-8B"), Layout(pipeline=2)
+    schedule = Schedule(sizes=(16, 16))
+    options = Options(schedule=schedule, offload_activations=True)
+    one, _ = pass_bytes(shape, layout, TOKENS, options)
+    stages = Stages.of_sizes(schedule.sizes, 2)
+    more = 1 << 20
+    layers = tuple(replace(each, held=each.held + more) for each in one.layers)
+    held, angles = replace(one, layers=layers), replace(one, angles=one.angles + more)
+    for rank, others in ((0, 1), (1, 0)):
+        before, stays, turned = (
+            rank_bytes(each, stages, schedule, 4, rank) for each in (one, held, angles)
+        )
+        of_layers = 16 * more
+        assert stays.kept - before.kept == others * of_layers
+        assert before.on_host - stays.on_host == (others + 1) * of_layers
+        peaks = [each.kept + each.at_work for each in (before, turned)]
+        assert peaks[1] - peaks[0] == (others + 1) * more
 
 
 def test_as_many_are_under_way_as_the_warm_up_and_one() -> None:
