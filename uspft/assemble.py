@@ -12,6 +12,7 @@ from uspft.checkpoint.save import load_state
 from uspft.checkpoint.weights import WeightsOf, weights_of
 from uspft.comm import said_by_all
 from uspft.data.rows.loader import EvalSet, Orders, RowLoader, evaluation_sets
+from uspft.engine.deepspeed_config import deepspeed_config
 from uspft.engine.pipelined import pipelined
 from uspft.engine.step import Engine, LossModule
 from uspft.engine.zero import ZeroEngine, partitioner
@@ -25,7 +26,7 @@ from uspft.model.parallel import shards_under
 from uspft.model.parallelise import divide_matrices, save_memory
 from uspft.objective import TrainedModel, make_objective
 from uspft.parameters.fill import fill
-from uspft.parameters.names import shapes_of
+from uspft.parameters.names import places, shapes_of
 from uspft.parameters.shards import Holders
 from uspft.switching.deal.dealing import training_loader
 from uspft.switching.move.moving import MovingEngine
@@ -64,14 +65,12 @@ def assemble(
     groups: Groups,
     weights: WeightsOf = weights_of,
     *,
-    tensor_of_rows: int = 1,
     orders: Orders | None = None,
 ) -> Run:
     """Build every part of a job's run on this rank; collective.
 
     torch.distributed and DeepSpeed must be initialised. groups: the process groups of this process,
     to which the run adds those that it needs. weights: returns the source of the model's weights.
-    tensor_of_rows: the largest tensor degree of any rows, where some have more than the recipe's.
     orders: the cache of token orders; None: one in this process. Raises RunFailed where another
     rank has another job.
     """
@@ -86,7 +85,7 @@ def assemble(
     world = worlds[-1]  # of the longest rows
     by_degree = sorted(worlds, key=lambda one: one.layout.stored_as)
     under = by_degree if moves else by_degree[:1]  # weights are stored in each of these layouts
-    most = 1 if moves else max(tensor_of_rows, by_degree[-1].layout.tensor)
+    most = 1 if moves else by_degree[-1].layout.tensor  # of any rows
 
     # Rows: those of the first step are prepared in the background while the model is built.
     checkpoint = Checkpoint.known(job.resume_from) if job.resume_from else None
@@ -99,18 +98,23 @@ def assemble(
     model = empty_model(config, dtype, device)  # with the hook by which attention is split
     choose_trained(model, recipe.model, recipe.seed)
     believe_linear_layers(model, dtype, device)
-    shards = [shards_under(model, one, tensor_of_rows=most, moves=moves) for one in under]
-    holders = Holders.of(shards[-1], world.mesh.rank, groups, shapes_of(model))
+    parameters = places(model)
+    shards = [
+        shards_under(model, parameters, one, tensor_of_rows=most, moves=moves) for one in under
+    ]
+    holders = Holders.of(shards[-1], world.mesh.rank, groups, shapes_of(parameters))
     source = weights(recipe.model, recipe.seed, model, checkpoint)
-    fill(model, dtype, source, holders, None if moves else partitioner(recipe, holders))
+    zero = deepspeed_config(recipe, holders.zero.size, loader.passes)
+    partition = None if moves else partitioner(zero, holders)
+    fill(model, parameters, dtype, source, holders, partition)
     divide_matrices(model, worlds, holders, moves=moves)  # tensor parallelism
     model.train()
     recompute, offload = save_memory(model, recipe.memory, world.stages)
 
     # What is trained: embedding, layers and head, and the objective that calls them.
-    tile, stored = recipe.memory.loss_tile_tokens, None if moves else under[-1].layout
-    whole = None if tile == "none" else int(tile)
-    parts = CausalModel(model, whole, stored, recompute, offload=offload)
+    asked, stored = recipe.memory.loss_tile_tokens, None if moves else under[-1].layout
+    tile = None if asked == "none" else int(asked)
+    parts = CausalModel(model, tile, stored, recompute, offload=offload)
     objective = make_objective(recipe.training.objective, config)
     engine: Engine
     module: LossModule = TrainedModel(parts, objective)
@@ -124,8 +128,8 @@ def assemble(
         engine = MovingEngine(module, recipe, holders, shards, device, staged=staged, hosts=hosts)
     else:
         module, pipeline = staged.get(world.layout.pipeline, (module, None))
-        passes = loader.passes
-        engine = ZeroEngine(module, recipe, holders, device, passes=passes, pipeline=pipeline)
+        options = recipe.optimizer
+        engine = ZeroEngine(module, zero, options, holders, device, pipeline=pipeline)
     if checkpoint:
         load_state(engine, checkpoint, loader.empty())
     return Run(job, groups, world, loader, evaluation, model, engine, config, checkpoint, refused)

@@ -22,7 +22,17 @@ from uspft.mesh import Groups, Mesh, make_mesh
 from uspft.pipeline.schedules import PLAIN, Schedule
 from uspft.pipeline.stages import Stages, schedule_of, stages_of
 from uspft.segments import Segments
-from uspft.sequence import Algorithm, Heads, Inside, Rule, Share, Split, cut_of, of_recipe
+from uspft.sequence import (
+    Algorithm,
+    Heads,
+    Inside,
+    Rule,
+    Share,
+    Split,
+    cut_of,
+    make_algorithm,
+    options_of,
+)
 from uspft.sequence.chunk_states import convolve_chunk, mix_over_chunks
 from uspft.sequence.chunked import Chunked, ChunkShare
 from uspft.sequence.mixing import Convolution, convolve, mix
@@ -171,7 +181,8 @@ def live_worlds(
     for one, layout in every:
         parallel = one.parallel_config
         row = row_of(parallel.context_parallel_algo, layout.context)
-        cut, algorithm = cut_of(parallel, layout, prices), of_recipe(one, layout, window)
+        cut, options = cut_of(parallel, layout, prices), options_of(one, row, layout)
+        algorithm = make_algorithm(row, layout.ulysses, layout.ring, window=window, **options)
         world = World(
             make_mesh(layout, groups, Books()),
             row,

@@ -331,8 +331,8 @@ def module_of(
     held = Layout()
     if world and groups:
         held = world.layout
-        shards = shards_under(model, replace(world, stages=stages))
-        holders = Holders.of(shards, world.mesh.rank, groups, shapes_of(model))
+        shards = shards_under(model, places(model), replace(world, stages=stages))
+        holders = Holders.of(shards, world.mesh.rank, groups, shapes_of(places(model)))
         _split(model, world, holders)
     recompute, offload = save_memory(model, memory, stages)
     loss = tile_tokens(memory.loss_tile_tokens, config.vocab_size)

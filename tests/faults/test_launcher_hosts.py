@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import socket
 import time
@@ -184,11 +185,13 @@ def test_hosts_that_do_not_fit_together(tmp_path: Path) -> None:
     assert all(told in shown for _, shown in ends)
 
 
-def test_a_taken_port_is_refused() -> None:
-    with socket.create_server(("", 0)) as taken:
-        hosts = Hosts(2, 0, "127.0.0.1", taken.getsockname()[1] - 1)
-        with pytest.raises(LaunchError, match="set another MASTER_PORT"):
-            watch.Watch(hosts)
+@pytest.mark.parametrize("whose", ["MASTER_PORT, for the ranks", "MASTER_PORT + 1, for the hosts"])
+def test_a_taken_port_is_refused(whose: str) -> None:
+    port = two_free_ports()
+    number = port + ("+ 1" in whose)
+    told = re.escape(f"port {number} ({whose}") + ".*set another MASTER_PORT on every host"
+    with socket.create_server(("", number)), pytest.raises(LaunchError, match=told):
+        watch.Watch(Hosts(2, 0, "127.0.0.1", port))
 
 
 def test_a_silent_host_is_lost_and_a_stranger_is_not(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,7 +35,7 @@ from uspft.model.parallel import shards_under
 from uspft.model.parallelise import divide_matrices, save_memory
 from uspft.objective.causal import Causal
 from uspft.parameters.fill import fill
-from uspft.parameters.names import shapes_of
+from uspft.parameters.names import places, shapes_of
 from uspft.parameters.shards import Holders
 from uspft.sequence import make_algorithm
 from uspft.tensor.interleaved import Crossing, GradientSum
@@ -90,11 +90,11 @@ def _step(
     world = World(
         make_mesh(Layout(TENSOR), GROUPS, Books()), *named, TorchCpu(), torch.device("cpu")
     )
-    shards = shards_under(model, world, tensor_of_rows=1)
-    holders = Holders.of(shards, dist.get_rank(), GROUPS, shapes_of(model))
+    shards = shards_under(model, places(model), world, tensor_of_rows=1)
+    holders = Holders.of(shards, dist.get_rank(), GROUPS, shapes_of(places(model)))
     block = LORA if lora else ModelBlock()
     source = weights_of(block.model_copy(update={"name_or_path": str(folder)}), 0, model)
-    fill(model, torch.float64, source, holders)
+    fill(model, places(model), torch.float64, source, holders)
     for name, parameter in model.named_parameters():
         if ".lora_B." in name:  # which begins as zeros, and would hide what goes in
             parameter.data += torch.linspace(-0.3, 0.4, parameter.numel()).view_as(parameter)

@@ -125,10 +125,10 @@ def said(holders: Holders, name: str, gradient: Tensor, rows: Layout, *, tokens:
     held = holders.shards
     times = counting.times(held, name, rows.tensor, splits_tokens=tokens)
     divisor = counting.divisor(held, name, rows.tensor, splits_tokens=tokens)
-    group, same = counting.summed_over(holders, name), holders.same[name].size
+    group, same = counting.summed_over(holders, name), len(held.replicas(name)[0])
     assert times == (divisor if group else divisor * same), "who does not sum has others beside it"
     summed = group.size if group else 1
-    counted = counting.is_counted(held, name, holders.rank)
+    counted = counting.is_counted(holders, name)
     return Made(holders.part(name), gradient, times, summed, counted, holders.tensor.ranks)
 
 

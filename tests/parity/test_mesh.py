@@ -87,7 +87,7 @@ def broken(rank: int, folder: Path, data: Data) -> dict[str, Any]:
 
     faults: dict[str, tuple[Any, str, Callable[..., Any]]] = {
         "a piece is not summed": (counting, "summed_over", lambda holders, name: None),
-        "a replica counts twice": (counting, "is_counted", lambda shards, name, rank: True),
+        "a replica counts twice": (counting, "is_counted", lambda holders, name: True),
         "columns are not summed": (MeshSlice, "leave", lambda self, x, group: x.chunk(2, -1)[0]),
         "one column is a little off": (MeshSlice, "inward", short),
     }
@@ -189,7 +189,7 @@ def in_bfloat16(rank: int, folder: Path, data: Data) -> list[Any]:
         (case, run_recipe(recipe(case, folder, data, **blocks), folder / case.zero))
         for case in every
     ]
-    with patch.object(counting, "is_counted", lambda shards, name, rank: True):
+    with patch.object(counting, "is_counted", lambda holders, name: True):
         case = replace(every[1], mesh=(4, 1))
         found.append((None, run_recipe(recipe(case, folder, data, **blocks), folder / "twice")))
     return found

@@ -97,7 +97,7 @@ def broken(rank: int, folder: Path, data: Data) -> dict[str, Any]:
             Case("llama", (4, 1), "zero1", False, False),
             counting,
             "is_counted",
-            lambda shards, name, rank: True,
+            lambda holders, name: True,
         ),
         "parts are not summed": (PLAIN, Megatron, "leave", lambda self, x, group: x),
         "gradients are not summed": (PLAIN, Megatron, "enter", lambda self, x, tokens, group: x),
@@ -108,7 +108,7 @@ def broken(rank: int, folder: Path, data: Data) -> dict[str, Any]:
             found[name] = case, run_recipe(runs, folder / f"broken-{number}")
     for number, (name, case) in enumerate(ROUNDED.items()):
         runs = recipe(case, folder, data, model={"dtype": "bfloat16"}, **short)
-        counts = (lambda shards, name, rank: True) if name == TWICE else counting.is_counted
+        counts = (lambda holders, name: True) if name == TWICE else counting.is_counted
         with patch.object(counting, "is_counted", counts):
             found[name] = case, run_recipe(runs, folder / f"rounded-{number}")
     for name, case in FUSED.items():

@@ -23,6 +23,7 @@ from uspft.mesh import Groups, make_mesh
 from uspft.objective.causal import LOSS as LOSS_TERM
 from uspft.objective.causal import ROUTERS
 from uspft.parameters.fill import generator
+from uspft.parameters.names import places
 from uspft.parameters.shards import Holders, MatrixSplit, Shards
 from uspft.tensor.megatron import Megatron
 
@@ -202,6 +203,7 @@ def alive(
     setting: Recipe, held: Shards, groups: Groups, source: Any, *, moves: bool = False
 ) -> Alive:
     """An engine over this model; collective. moves: whether one whose weights move."""
+    from uspft.engine.deepspeed_config import deepspeed_config
     from uspft.engine.quarantine import prepare_deepspeed
     from uspft.engine.zero import ZeroEngine, partitioner
     from uspft.parameters.fill import fill
@@ -212,12 +214,14 @@ def alive(
     holders = Holders.of(held, mesh.rank, groups, SHAPES)
     module = Known(holders)
     dtype, device = getattr(torch, setting.model.dtype), torch.device("cpu")
-    fill(module, dtype, source, holders, None if moves else partitioner(setting, holders))
+    zero = deepspeed_config(setting, holders.zero.size, 2)
+    partition = None if moves else partitioner(zero, holders)
+    fill(module, places(module), dtype, source, holders, partition)
     engine: Any
     if moves:
         engine = MovingEngine(module, setting, holders, [held], device)
     else:
-        engine = ZeroEngine(module, setting, holders, device, passes=2)
+        engine = ZeroEngine(module, zero, setting.optimizer, holders, device)
     world = SimpleNamespace(layout=held.layout, mesh=mesh, tensor=_rows(held))
     return Alive(engine, holders, world)
 

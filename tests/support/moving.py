@@ -146,7 +146,7 @@ def started(
     from uspft.model.recompute import recompute_layers
     from uspft.objective import TrainedModel, make_objective
     from uspft.parameters.fill import fill
-    from uspft.parameters.names import shapes_of
+    from uspft.parameters.names import places, shapes_of
     from uspft.parameters.shards import Holders
     from uspft.switching.move.moving import MovingEngine
 
@@ -161,11 +161,16 @@ def started(
     checkpoint = Checkpoint.known(job.resume_from) if job.resume_from else None
     model = empty_model(config, dtype)
     choose_trained(model, block, job.recipe.seed)
-    every = [shards_of(model, world.layout, splits_tokens=case.tokens) for world, _ in worlds]
+    every = [
+        shards_of(model, places(model), world.layout, splits_tokens=case.tokens)
+        for world, _ in worlds
+    ]
     home = max(every, key=lambda shards: shards.layout.tensor)
     rank = worlds[0][0].mesh.rank
-    holders = Holders.of(home, rank, GROUPS, shapes_of(model))
-    fill(model, dtype, weights_of(block, job.recipe.seed, model, checkpoint), holders)
+    holders = Holders.of(home, rank, GROUPS, shapes_of(places(model)))
+    fill(
+        model, places(model), dtype, weights_of(block, job.recipe.seed, model, checkpoint), holders
+    )
     split_model(model, holders, moves=True)
     model.train()
     recompute = recompute_layers(model, job.here.memory, range(model.config.num_hidden_layers))

@@ -158,17 +158,21 @@ class Alive:
 
 
 def alive(zero: str, layout: Layout, groups: Groups, source: Any, runner: Any = None) -> Alive:
+    from uspft.engine.deepspeed_config import deepspeed_config
     from uspft.engine.quarantine import prepare_deepspeed
     from uspft.engine.zero import ZeroEngine, partitioner
     from uspft.parameters.fill import fill
+    from uspft.parameters.names import places
 
     prepare_deepspeed()
     mesh = make_mesh(layout, groups, Books())
     holders = Holders.of(shards(layout), mesh.rank, groups, SHAPES)
     module = Net(holders.tensor)
-    fill(module, torch.float32, source, holders, partitioner(recipe(zero), holders))
-    passes, device = 4 // holders.zero.size, torch.device("cpu")
-    engine: Any = ZeroEngine(module, recipe(zero), holders, device, passes=passes)
+    asked, device = recipe(zero), torch.device("cpu")
+    config = deepspeed_config(asked, holders.zero.size, 4 // holders.zero.size)
+    partition = partitioner(config, holders)
+    fill(module, places(module), torch.float32, source, holders, partition)
+    engine: Any = ZeroEngine(module, config, asked.optimizer, holders, device)
     if runner:
         engine.run = partial(runner, engine)
     world = SimpleNamespace(layout=layout, mesh=mesh, tensor=Megatron(layout.tensor))

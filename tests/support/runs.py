@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -44,12 +45,22 @@ def small_recipe(folder: Path, corpus: Path, row: int, /, **blocks: Any) -> dict
 def prepared(
     recipe: dict[str, Any], output: Path, *, resume: bool = False, tensor_of_rows: int = 1
 ) -> Any:
-    """A Run of this rank, ready to train into output; collective."""
+    """A Run of this rank, ready to train into output; collective.
+
+    tensor_of_rows: a tensor degree of rows that no strategy of the recipe has, and that parameters
+    are stored for.
+    """
     from uspft.assemble import assemble
+    from uspft.model.parallel import shards_under
+
+    def more(model: Any, world: Any, **given: Any) -> Any:
+        most = max(tensor_of_rows, given.pop("tensor_of_rows"))
+        return shards_under(model, world, tensor_of_rows=most, **given)
 
     choose.probe = _believe
     job = job_of(recipe, output, resume=resume)
-    return assemble(job, torch.device("cpu"), GROUPS, tensor_of_rows=tensor_of_rows)
+    with patch("uspft.assemble.shards_under", more):
+        return assemble(job, torch.device("cpu"), GROUPS)
 
 
 def _believe(*_: Any) -> None:

@@ -319,8 +319,12 @@ def beside_stages(recipe: Recipe) -> Iterator[Finding]:
     if stage == 0:
         yield f"{_ZERO}.stage", f"is 0, with {stages}", "write 1, 2 or 3"
     yield from _shared_in_a_host(recipe, f"with {stages}")
+    if zero.get("enable_sanity_checks"):
+        what = f"is true, with {stages}: DeepSpeed compares what all ranks do, and stages differ"
+        yield f"{_ZERO}.enable_sanity_checks", what, "leave it out"
     virtual = parallel.pp_interleave_num
-    if virtual > 1 and stage in (2, 3) and zero.get("offload_optimizer"):
+    away = (zero.get("offload_optimizer") or {}).get("device", "none") != "none"
+    if virtual > 1 and stage in (2, 3) and away:
         what = f"loses gradients at stage {stage}, with parallel_config.pp_interleave_num {virtual}"
         yield f"{_ZERO}.offload_optimizer", what, "leave it out, or write 1 virtual stage"
 

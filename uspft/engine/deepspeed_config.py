@@ -24,22 +24,18 @@ def micro_batches(recipe: Recipe, layout: Layout) -> int:
     return math.ceil(recipe.training.global_batch_size / rows)
 
 
-def deepspeed_config(
-    recipe: Recipe, replicas: int, passes: int, *, trained: int | None = None
-) -> dict[str, Any]:
+def deepspeed_config(recipe: Recipe, replicas: int, passes: int) -> dict[str, Any]:
     """Return DeepSpeed's configuration for a recipe.
 
     Ranks that share a row count as data-parallel ones: DeepSpeed averages gradients over them too,
     and the loss is scaled for it (engine/zero.py). Accumulation is float32 whatever the compute
-    dtype. replicas: how many ranks store the same parameters. passes: forward passes per step.
-    trained: a rank's number of gradient elements, where known: DeepSpeed allocates a bucket of
-    reduce_bucket_size at once, and a larger one would never be filled.
+    dtype. replicas: how many ranks store the same parameters. passes: micro-batches per step, or
+    the most if steps differ.
     """
     micro = recipe.training.micro_batch_size
     zero = {"stage": 1} | dict(recipe.deepspeed.zero_optimization)
-    if trained is not None and zero["stage"] > 0:
-        bucket = elements(zero, "reduce_bucket_size")
-        zero["reduce_bucket_size"] = max(1, min(bucket, trained))
+    if zero["stage"] > 0:
+        zero["reduce_bucket_size"] = elements(zero, "reduce_bucket_size")
     extra = recipe.deepspeed.model_dump(exclude={"zero_optimization"}, exclude_none=True)
     config: dict[str, Any] = {
         "train_batch_size": micro * passes * replicas,

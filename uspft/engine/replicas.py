@@ -57,7 +57,7 @@ class Replicas:
             if parameter.requires_grad and (same or several):
                 hook = partial(self._count_once, name, same)
                 self._hooks.append(parameter.register_hook(hook))
-            if holders.model.size > 1 and counting.is_counted(shards, name, holders.rank):
+            if holders.model.size > 1 and counting.is_counted(holders, name):
                 parameter.model_parallel = True  # type: ignore[attr-defined]
 
     def _count_once(self, name: str, same: Group | None, gradient: Tensor) -> Tensor:

@@ -31,7 +31,6 @@ from deepspeed.utils import (
 from torch import Tensor, nn
 
 from uspft.comm import total
-from uspft.engine.deepspeed_config import deepspeed_config
 from uspft.engine.quarantine import (
     compare_traces_within,
     find_fragments_in_turn,
@@ -56,18 +55,17 @@ from uspft.parameters.experts import is_experts
 
 if TYPE_CHECKING:
     from uspft.batch import Batch
-    from uspft.config import Recipe
+    from uspft.config.recipe import OptimizerBlock
     from uspft.objective import Scales
     from uspft.parameters.fill import Partition
     from uspft.parameters.shards import Holders
 
 
-def partitioner(recipe: Recipe, holders: Holders) -> Partition | None:
+def partitioner(config: dict[str, Any], holders: Holders) -> Partition | None:
     """Return the function that partitions loaded parameters under ZeRO-3; None at other stages.
 
-    Each is partitioned over the ranks with the same part of it.
+    Each is partitioned over the ranks with the same part of it. config: DeepSpeed's.
     """
-    config = deepspeed_config(recipe, holders.zero.size, passes=1)
     if config["zero_optimization"]["stage"] != 3:
         return None
     mpu = mpu_of(holders)
@@ -87,20 +85,21 @@ class ZeroEngine(Engine):
     def __init__(
         self,
         module: LossModule,
-        recipe: Recipe,
+        config: dict[str, Any],
+        options: OptimizerBlock,
         holders: Holders,
         device: torch.device,
         *,
-        passes: int,
         pipeline: StageRunner | None = None,
     ) -> None:
-        """Build the engine. passes: micro-batches per step, or the most if steps differ. pipeline:
-        the runner of the module's stages, if it has only some."""
+        """Build the engine. config: DeepSpeed's. pipeline: the runner of the module's stages, if it
+        has only some."""
         _gather_at_once(module)  # type: ignore[arg-type]
         together = _together(module)  # type: ignore[arg-type]
         self.module, self.holders, self.device = module, holders, device
         self.averaged = holders.zero.size  # parameters/counting.py
-        self.stage: int = recipe.deepspeed.zero_optimization.get("stage", 1)
+        zero = dict(config["zero_optimization"])
+        self.stage: int = zero["stage"]
         self._pipeline = pipeline
         self.named = module.named()
         """Every parameter by its Hugging Face name, stored because traversing the module for each
@@ -108,17 +107,19 @@ class ZeroEngine(Engine):
         here = {name: p for name, p in self.named.items() if _elements(p)}
         idle = [pipeline.idle] if pipeline and pipeline.idle is not None else []
         self._parameters = [*here.values(), *idle]
-        optimizer = adamw(*_by_decay(self._parameters), recipe.optimizer)
+        optimizer = adamw(*_by_decay(self._parameters), options)
         self._experts = ExpertSets(here, holders, self.stage)
         self._experts.give_groups(module, optimizer)  # type: ignore[arg-type]
         mpu, self.replicas = mpu_of(holders), Replicas(here, holders)
         trains = [p for p in self._parameters if p.requires_grad]
-        trained = sum(map(_elements, trains))
+        if self.stage:  # DeepSpeed allocates a bucket at once; a larger one would never be filled
+            trained = sum(map(_elements, trains))
+            zero["reduce_bucket_size"] = max(1, min(zero["reduce_bucket_size"], trained))
         with redirect_stdout(StringIO()):  # it prints memory tables without its logger
             self.deepspeed, *_ = deepspeed.initialize(
                 model=module,
                 optimizer=optimizer,
-                config=deepspeed_config(recipe, holders.zero.size, passes, trained=trained),
+                config={**config, "zero_optimization": zero},
                 mpu=mpu,
             )
         find_fragments_in_turn(self.deepspeed.optimizer)
@@ -297,7 +298,7 @@ class ZeroEngine(Engine):
         norms = [
             torch.linalg.vector_norm(p.grad, dtype=torch.float64)
             for name, p in self.named.items()
-            if p.grad is not None and counting.is_counted(holders.shards, name, holders.rank)
+            if p.grad is not None and counting.is_counted(holders, name)
         ]
         norm = float(torch.stack(norms).norm()) if norms else 0.0
         if holders.model.size == 1:

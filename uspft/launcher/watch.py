@@ -105,14 +105,15 @@ class Watch:
         self.connecting: socket.socket | None = None
         self.listener: socket.socket | None = None
         if hosts.count > 1 and self.host == 0:
-            port = hosts.watch_port
+            port, use = hosts.port, "MASTER_PORT, for the ranks"
             try:
                 family, _ = resolve(hosts.address)
+                socket.create_server(("", port), family=family).close()  # ranks listen later
+                port, use = hosts.watch_port, "MASTER_PORT + 1, for the hosts' supervisors"
                 self.listener = socket.create_server(("", port), family=family)
             except OSError as error:
                 raise LaunchError(
-                    f"port {port} (MASTER_PORT + 1, for the hosts' supervisors): {error.strerror}; "
-                    "set another MASTER_PORT on every host"
+                    f"port {port} ({use}): {error.strerror}; set another MASTER_PORT on every host"
                 ) from error
 
     def news(self) -> Alarm | None:

@@ -68,7 +68,7 @@ class CausalModel(nn.Module):
         are not checkpointed. offload: whether what these save is moved to the host."""
         super().__init__()
         self.model, self._held, self._recompute = model, held, recompute
-        self._padding: int | None = model.get_input_embeddings().padding_idx if not held else None
+        self._padding: int | None = model.get_input_embeddings().padding_idx
         self._offload = offload
         self.head_of_loss = Head(model.get_output_embeddings(), tile, Logits.of(model.config))
 
@@ -88,8 +88,7 @@ class CausalModel(nn.Module):
             keys=batch.keys,
         )
         vocabulary = vocabulary_of(batch.world, self.model.config.vocab_size, self._held)
-        if not self._held:
-            self._place_padding(vocabulary)
+        self._place_padding(vocabulary)
         return ForwardPass(batch, bound, vocabulary)
 
     def embedding(self, of: ForwardPass) -> Tensor:
@@ -154,9 +153,10 @@ class CausalModel(nn.Module):
     def _place_padding(self, vocabulary: Vocabulary | None) -> None:
         """Set which of the embedding's rows in this call is the padding token's, if any; it has no
         gradient."""
-        here, padding = (vocabulary.first, vocabulary.rows) if vocabulary else None, self._padding
-        if here and padding is not None:
-            padding = padding - here[0] if 0 <= padding - here[0] < here[1] else None
+        padding = self._padding
+        if vocabulary and padding is not None:
+            row = padding - vocabulary.first
+            padding = row + vocabulary.offset if 0 <= row < vocabulary.rows else None
         self.model.get_input_embeddings().padding_idx = padding
 
     def named(self) -> dict[str, nn.Parameter]:

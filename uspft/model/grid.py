@@ -29,7 +29,6 @@ from uspft.model.experts import splits_of_experts
 from uspft.model.parallel import (
     by_module,
     features_of,
-    move_padding,
     names_of_modules,
     splits_of,
     table_of,
@@ -60,15 +59,14 @@ def split_model(model: Any, holders: Holders) -> list[Call]:
         id(parameter): plain_name(name) for name, parameter in model.named_parameters()
     }
     of_experts, _ = splits_of_experts(model)
-    every = splits_of(model, of_experts, on_mesh=True)  # what is stored may differ
+    parameters = model.parameter_names.values()
+    every = splits_of(model, parameters, of_experts, on_mesh=True)  # what is stored may differ
     columns, rows = by_module(names, every.columns), by_module(names, every.rows)
     biases = {id_: every.columns.get(f"{name}.bias") for id_, name in names.items()}
     splits = {
         id_: ProjectionSplits(one, rows.get(id_), biases[id_]) for id_, one in columns.items()
     }
     added = 1.0 - FAMILIES[config.model_type].norm_start
-    column = shards.tensor_index(holders.rank) % held.mesh_columns
-    move_padding(model, column, held.mesh_columns)
     call = Call(held)
     base.register_forward_pre_hook(call.begin, with_kwargs=True)
     base.norm = SplitNorm(base.norm, columns[id(base.norm)], call, added)
@@ -174,7 +172,8 @@ class SplitEmbedding(nn.Module):
         self.weight = embedding.weight
         self._plain = (embedding,)  # in a tuple, so that it is not registered as a submodule
         self._config, self._held = config, held
-        self._padding = embedding.padding_idx
+        self.padding_idx = embedding.padding_idx
+        """The row of this call's table that is the padding token's, if any."""
 
     def forward(self, tokens: Tensor, bound: Bound) -> Tensor:
         """Return all features of tokens [1, T], like transformers' own, [1, T, d].
@@ -182,14 +181,10 @@ class SplitEmbedding(nn.Module):
         On a mesh, token indices are relative to the rows that the call uses, otherwise to those
         stored.
         """
-        (plain,), weight, first = self._plain, self.weight, 0
+        (plain,), weight = self._plain, self.weight
         if bound.world.layout.is_mesh:
-            used = used_by(bound, self._held, MatrixSplit(COLUMNS, (self._config.vocab_size,)))[0]
-            first = used[0][0] if used else 0
             weight = whole_table(weight, bound, self._config, self._held)
-        if self._padding is not None:
-            here = 0 <= self._padding - first < len(weight)
-            plain.padding_idx = self._padding - first if here else None
+        plain.padding_idx = self.padding_idx
         made: Tensor = functional_call(plain, {"weight": weight}, (tokens,))
         return made
 

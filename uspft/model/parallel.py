@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -42,9 +42,8 @@ from uspft.model.hf_config import heads_of
 from uspft.model.linear import divide_states
 from uspft.model.loss import Vocabulary
 from uspft.model.recompute import before_each_run
-from uspft.parameters.names import is_table, places, plain_name, ranks_of
+from uspft.parameters.names import is_table, plain_name, ranks_of
 from uspft.parameters.shards import MatrixSplit, Shards, used_of_stored, used_ranges
-from uspft.tensor.parts import part_index, part_range
 
 if TYPE_CHECKING:
     from uspft.layout import Layout
@@ -56,34 +55,43 @@ _LAYER = re.compile(r"\.layers\.(\d+)\.")
 
 
 def shards_under(
-    model: Any, world: World, *, tensor_of_rows: int = 1, moves: bool = False
+    model: Any,
+    names: Collection[str],
+    world: World,
+    *,
+    tensor_of_rows: int = 1,
+    moves: bool = False,
 ) -> Shards:
     """Return which ranks store which parts of a model on the meta device under a world's layout.
 
-    tensor_of_rows: the largest tensor degree of rows, if higher than the layout's. moves: whether
-    weights move between layouts: then tied embeddings are stored, and get gradients, in both the
-    first and the last stage.
+    names: of its parameters, in files. tensor_of_rows: the largest tensor degree of
+    rows, if higher than the layout's. moves: whether weights move between layouts: then tied
+    embeddings are stored, and get gradients, in both the first and the last stage.
     """
-    tokens, stages = world.tensor.splits_tokens, world.stages
-    found = shards_of(model, world.layout, splits_tokens=tokens, tensor_of_rows=tensor_of_rows)
+    how: Any = {"splits_tokens": world.tensor.splits_tokens, "tensor_of_rows": tensor_of_rows}
+    found, stages = shards_of(model, names, world.layout, **how), world.stages
     if stages is None:
         return found
-    names = places(model)
     tied = moves and model.config.tie_word_embeddings
     ends = frozenset(filter(is_table, names)) if tied else frozenset[str]()
     return replace(found, stages=ranks_of(names, stages), at_both_ends=ends)
 
 
 def shards_of(
-    model: Any, layout: Layout, *, splits_tokens: bool = False, tensor_of_rows: int = 1
+    model: Any,
+    names: Iterable[str],
+    layout: Layout,
+    *,
+    splits_tokens: bool = False,
+    tensor_of_rows: int = 1,
 ) -> Shards:
     """Return the shards of a model on meta in a layout.
 
-    splits_tokens: whether tensor ranks see different tokens between blocks (use_seq_parallel); on a
-    mesh they always do. tensor_of_rows: the largest tensor degree of any strategy, if it exceeds
-    the layout's. Raises RuntimeError for a parameter that the family's table must list and does
-    not: on a mesh any but norms, else one inside a block; and for strategies that would divide more
-    than a mesh does.
+    names: of its parameters, in files. splits_tokens: whether tensor ranks see different tokens
+    between blocks (use_seq_parallel); on a mesh they always do. tensor_of_rows: the largest tensor
+    degree of any strategy, if it exceeds the layout's. Raises RuntimeError for a parameter that the
+    family's table must list and does not: on a mesh any but norms, else one inside a block; and for
+    strategies that would divide more than a mesh does.
     """
     mesh = layout.is_mesh
     if mesh and tensor_of_rows > layout.tensor:
@@ -92,7 +100,7 @@ def shards_of(
     experts = experts if layout.experts > 1 else {}
     if not mesh and max(layout.tensor, tensor_of_rows) == 1:
         return Shards(layout, experts=experts)
-    columns, rows, inside = splits_of(model, of_experts, on_mesh=mesh)
+    columns, rows, inside = splits_of(model, names, of_experts, on_mesh=mesh)
     tokens = mesh or splits_tokens
     return Shards(layout, columns, rows, experts, inside=inside, splits_tokens=tokens)
 
@@ -108,15 +116,18 @@ class ParameterSplits(NamedTuple):
     """The replicated parameters between the projections of a block."""
 
 
-def splits_of(model: Any, of_experts: ExpertSplits, *, on_mesh: bool) -> ParameterSplits:
+def splits_of(
+    model: Any, names: Iterable[str], of_experts: ExpertSplits, *, on_mesh: bool
+) -> ParameterSplits:
     """Return how a mesh, or Megatron's ranks, divide a model's parameters, which may be on meta.
 
-    of_experts: how tensor ranks divide those of experts. Raises RuntimeError as `shards_of` does.
+    names: of its parameters, in files. of_experts: how tensor ranks divide those of experts. Raises
+    RuntimeError as `shards_of` does.
     """
     blocks = {name.partition(".")[0] for name in table_of(model) if "." in name}
     columns, rows = dict[str, MatrixSplit](), dict[str, MatrixSplit]()
     inside = set[str]()
-    for name in (one for one in places(model) if one not in of_experts):
+    for name in (one for one in names if one not in of_experts):
         owner, _, kind = name.rpartition(".")
         owner, _, adapter = owner.partition(".lora_")
         found, is_norm = projection_of(model, owner), "norm" in owner.rpartition(".")[2]
@@ -264,8 +275,6 @@ def split_model(
     held, table = None if moves else shards.layout, table_of(model)
     names = names_of_modules(model)
     splits = by_module(names, shards.splits)
-    if held:
-        move_padding(model, shards.tensor_index(holders.rank), held.tensor)
     for layer in model.base_model.layers:
         call = Call(held)
         here: dict[str, Any] = dict(layer.named_modules())
@@ -277,10 +286,10 @@ def split_model(
             found = getattr(owner, last, None)
             if not isinstance(found, nn.Parameter | nn.Conv1d):
                 divide_module(owner, (block, last), projection, splits, call)
-            elif isinstance(found, nn.Conv1d):
-                use_part(found, "weight", splits[id(found)], call)
-            else:
-                use_part(owner, last, shards.splits[f"{names[id(owner)]}.{last}"], call)
+                continue
+            if isinstance(found, nn.Conv1d):
+                owner, last = found, "weight"
+            use_part(owner, last, shards.splits[f"{names[id(owner)]}.{last}"], call)
         if copies:
             layer.forward = LayerInCopies(layer, table, call)
         if state := here.get(STATE_LAYER):
@@ -304,15 +313,3 @@ def by_module(
     """
     found = ((module, splits.get(f"{name}.weight")) for module, name in names.items())
     return {module: split for module, split in found if split}
-
-
-def move_padding(model: Any, rank: int, degree: int) -> None:
-    """Set the embedding's padding_idx, whose row has no gradient, for this rank's rows.
-
-    rank: the rank's index among `degree` ranks that divide the vocabulary.
-    """
-    index, embedding = part_index(rank, degree), model.get_input_embeddings()
-    first, stop = part_range(model.config.vocab_size, index, degree)
-    padding = embedding.padding_idx
-    if padding is not None:
-        embedding.padding_idx = padding - first if first <= padding < stop else None

@@ -66,8 +66,8 @@ def is_summed(shards: Shards, name: str) -> bool:
 def summed_over(holders: Holders, name: str) -> Group | None:
     """Return the tensor ranks over which a gradient is summed in a micro-batch's backward; None: it
     is not summed there."""
-    same = holders.same[name]
-    return same if same.size > 1 and is_summed(holders.shards, name) else None
+    same = holders.same.get(name)
+    return same if same and same.size > 1 and is_summed(holders.shards, name) else None
 
 
 def divisor(shards: Shards, name: str, degree: int, *, splits_tokens: bool) -> int:
@@ -84,8 +84,8 @@ def divisor(shards: Shards, name: str, degree: int, *, splits_tokens: bool) -> i
     return found // apart
 
 
-def is_counted(shards: Shards, name: str, rank: int) -> bool:
-    """Return whether the norm counts a parameter on a rank: on the first tensor rank that holds
+def is_counted(holders: Holders, name: str) -> bool:
+    """Return whether the norm counts this rank's part of a parameter: on the first tensor rank with
     each part."""
-    first = shards.tensor_index(rank) in {same[0] for same in shards.replicas(name)}
-    return first and shards.holds(name, rank)
+    same = holders.same.get(name)
+    return same is not None and same.index == 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,11 +14,12 @@ from torch import Tensor, nn
 
 from uspft.families.table import FAMILIES
 from uspft.parameters.experts import corrections, is_experts, is_router
-from uspft.parameters.names import places, plain_name
+from uspft.parameters.names import plain_name
 from uspft.parameters.source import Weights, WeightsError
 from uspft.tensor.parts import Part
 
 if TYPE_CHECKING:
+    from uspft.parameters.names import ParametersByName
     from uspft.parameters.shards import Holders
 
 BATCH_BYTES = 1 << 28
@@ -36,6 +37,7 @@ Parameters without elements on this rank are not passed.
 
 def fill(
     model: nn.Module,
+    parameters: ParametersByName,
     dtype: torch.dtype,
     source: Weights,
     holders: Holders,
@@ -45,11 +47,11 @@ def fill(
     of its routers; collective.
 
     Values are read on one of the ranks with the same part; the engine broadcasts them to the
-    others. Where values are drawn, routers have no bias. partition: None leaves parameters whole.
-    Raises WeightsError.
+    others. Where they are drawn, routers have no bias. parameters: those of the module. partition:
+    None leaves them whole. Raises WeightsError.
     """
-    pending: dict[str, nn.Parameter] = {}
-    for name, (empty, owners) in places(model).items():
+    biases, pending = corrections(model), dict[str, nn.Parameter]()
+    for name, (empty, owners) in parameters.items():
         part = holders.part(name)
         if holders.zero_of(name).index or not part.count:
             values = torch.empty(part.size, dtype=dtype)
@@ -60,12 +62,13 @@ def fill(
             setattr(module, attribute, parameter)
         if part.count:
             pending[name] = parameter
-        if partition and _bytes(pending.values()) >= BATCH_BYTES:
+        sizes = (p.numel() * p.element_size() for p in pending.values())
+        if partition and sum(sizes) >= BATCH_BYTES:
             partition(pending)
             pending = {}
     if partition and pending:
         partition(pending)
-    for name, buffer in corrections(model).items():
+    for name, buffer in biases.items():
         if not source.draws(name):
             buffer.copy_(source.read(name, Part.whole(buffer.shape)))
 
@@ -84,10 +87,6 @@ def _read(name: str, part: Part, source: Weights, holders: Holders) -> Tensor:
         other = holders.shards.part(name, part.shape, rank).cut(whole).contiguous()
         dist.send(other, dst=rank, group=tensor.handle)
     return part.cut(whole)
-
-
-def _bytes(parameters: Iterable[nn.Parameter]) -> int:
-    return sum(p.numel() * p.element_size() for p in parameters)
 
 
 def generator(seed: int, name: str) -> torch.Generator:

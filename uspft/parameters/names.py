@@ -23,6 +23,10 @@ _TABLE = "embed_tokens."
 _INSERTED = re.compile(rf"\.(base_layer|{ADAPTER})(?=\.|$)|(\.weight)?{BESIDE}(?=\.lora_)")
 
 
+ParametersByName = dict[str, tuple["nn.Parameter", list[tuple["nn.Module", str]]]]
+"""Each parameter by its name in files, with its (module, attribute) places."""
+
+
 def plain_name(name: str) -> str:
     """Return the name of a parameter or module as files have it."""
     return _INSERTED.sub("", name)
@@ -50,7 +54,7 @@ def ranks_of(names: Iterable[str], stages: Stages) -> dict[str, int]:
     return {name: stages.rank_of(stage_of(name, stages)) for name in names}
 
 
-def places(model: nn.Module) -> dict[str, tuple[nn.Parameter, list[tuple[nn.Module, str]]]]:
+def places(model: nn.Module) -> ParametersByName:
     """Return every parameter by its first name in files, with all (module, attribute) pairs that
     refer to it.
 
@@ -64,6 +68,6 @@ def places(model: nn.Module) -> dict[str, tuple[nn.Parameter, list[tuple[nn.Modu
     return {name: (parameter, owners) for name, parameter, owners in found.values()}
 
 
-def shapes_of(model: nn.Module) -> dict[str, Shape]:
-    """Return the whole shape of every parameter of a model on meta, by its name in files."""
-    return {name: tuple(parameter.shape) for name, (parameter, _) in places(model).items()}
+def shapes_of(parameters: ParametersByName) -> dict[str, Shape]:
+    """Return the whole shape of each parameter of a model on meta, by its name in files."""
+    return {name: tuple(parameter.shape) for name, (parameter, _) in parameters.items()}

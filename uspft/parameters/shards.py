@@ -178,7 +178,7 @@ class Holders:
     aside. Squared gradients are summed over them for the norm, in addition to the ranks among which
     ZeRO shards each rank's part."""
     same: Mapping[str, Group]
-    """The tensor ranks that hold the same part of a parameter as this one, by its name."""
+    """The tensor ranks that hold the same part as this one of each parameter that it holds."""
 
     @classmethod
     def of(cls, shards: Shards, rank: int, groups: Groups, shapes: Mapping[str, Shape]) -> Holders:
@@ -196,7 +196,8 @@ class Holders:
         for sets in sorted({*replicas.values()}):
             members = [[ranks[index] for index in one] for ranks in tensors for one in sets]
             of[sets] = groups.of(members, rank, books)
-        same = {name: of[sets] for name, sets in replicas.items()}
+        own = {name: sets for name, sets in replicas.items() if shards.holds(name, rank)}
+        same = {name: of[sets] for name, sets in own.items()}
         tensor = groups.of(tensors, rank, books)
         model = groups.of(layout.groups((*MESH, *STAGES)), rank, books)
         experts = groups.of(layout.groups(EXPERTS), rank, books)
@@ -259,9 +260,8 @@ def used_ranges(split: MatrixSplit, rank: int, degree: int, stored: int) -> tupl
     """
     if degree % stored or (split.in_order and stored not in (1, degree)):
         raise ValueError(f"matrices are held {stored} ways: rows cannot divide them {degree} ways")
-    if split.in_order:
-        return split.ranges(rank, degree)
-    return split.ranges(part_index(rank, degree, (stored,)), degree)
+    index = rank if split.in_order else part_index(rank, degree, (stored,))
+    return split.ranges(index, degree)
 
 
 @cache

@@ -207,9 +207,10 @@ def _require_inside(recipe: Recipe, model: Any) -> None:
     if len(degrees) < 2 or recipe.parallel_config.switching == "move":
         return
     from uspft.model.parallel import shards_of
+    from uspft.parameters.names import places
 
     layout, most = Layout(min(degrees)), max(degrees)
-    shards = shards_of(model, layout, splits_tokens=False, tensor_of_rows=most)
+    shards = shards_of(model, places(model), layout, splits_tokens=False, tensor_of_rows=most)
     if findings := inside_findings(every, shards):
         raise Fault(findings)
 

@@ -38,6 +38,7 @@ __all__ = [
     "cut_of",
     "make_algorithm",
     "of_recipe",
+    "options_of",
     "ring_ranks_of_a_host",
 ]
 
@@ -109,28 +110,24 @@ def ring_ranks_of_a_host(processes: int, layout: Layout) -> int | None:
     return here if divides else None
 
 
-def of_recipe(recipe: Recipe, layout: Layout, window: int | None = None) -> Algorithm:
-    """Return the algorithm of a recipe under a layout.
+def of_recipe(recipe: Recipe, layout: Layout) -> Algorithm:
+    """Return the algorithm of a recipe in a layout."""
+    row = row_of(recipe.parallel_config.context_parallel_algo, layout.context)
+    return make_algorithm(row, layout.ulysses, layout.ring, **options_of(recipe, row, layout))
 
-    window: the sliding window that all layers have, if any. Received keys and values are saved for
-    the backward unless the recipe uses gradient checkpointing, since memory is then short, or
-    chunks of rows, each of which would save them. An option that is `auto` or null is left to the
-    algorithm.
+
+def options_of(recipe: Recipe, row: AlgorithmRow, layout: Layout) -> dict[str, Any]:
+    """Return what a recipe says of an algorithm in a layout, as arguments of `make_algorithm`.
+
+    Received keys and values are saved for the backward unless the recipe uses gradient
+    checkpointing, since memory is then short, or chunks of rows, each of which would save them. An
+    option that is `auto` or null is left to the algorithm.
     """
-    parallel = recipe.parallel_config
-    row = row_of(parallel.context_parallel_algo, layout.context)
+    parallel, processes = recipe.parallel_config, recipe.launch.processes
     values = {name: getattr(parallel, key) for key, name in row.options.items()}
-    processes = recipe.launch.processes
-    return make_algorithm(
-        row,
-        layout.ulysses,
-        layout.ring,
-        keep=not (
-            recipe.memory.gradient_checkpointing
-            or recipe.memory.heads_at_once
-            or parallel.seq_split_num > 1
-        ),
-        window=window,
-        per_host=ring_ranks_of_a_host(processes, layout) if isinstance(processes, int) else None,
+    short = recipe.memory.gradient_checkpointing or recipe.memory.heads_at_once
+    return {
+        "keep": not (short or parallel.seq_split_num > 1),
+        "per_host": ring_ranks_of_a_host(processes, layout) if isinstance(processes, int) else None,
         **{name: value for name, value in values.items() if value not in (None, "auto")},
-    )
+    }

@@ -28,7 +28,7 @@ from uspft.model import grid, parallel
 from uspft.model.attention import Bound
 from uspft.model.build import empty_model
 from uspft.parameters.fill import RandomWeights, fill
-from uspft.parameters.names import shapes_of
+from uspft.parameters.names import places, shapes_of
 from uspft.parameters.shards import Holders
 from uspft.segments import Segments
 from uspft.sequence import make_algorithm
@@ -148,9 +148,10 @@ def model_of(shape: ModelShape, layout: Layout, groups: Groups, *, copies: bool 
     )
     model = empty_model(config, torch.float32)
     on_mesh = layout.is_mesh
-    shards = parallel.shards_of(model, layout, splits_tokens=True)
-    holders = Holders.of(shards, dist.get_rank(), groups, shapes_of(model))
-    fill(model, torch.float32, RandomWeights(model, 1, config.initializer_range), holders)
+    parameters, weights = places(model), RandomWeights(model, 1, config.initializer_range)
+    shards = parallel.shards_of(model, parameters, layout, splits_tokens=True)
+    holders = Holders.of(shards, dist.get_rank(), groups, shapes_of(parameters))
+    fill(model, parameters, torch.float32, weights, holders)
     if on_mesh:
         grid.split_model(model, holders)
     else:

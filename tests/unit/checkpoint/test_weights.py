@@ -30,7 +30,7 @@ from uspft.model.build import empty_model
 from uspft.model.hf_config import model_config
 from uspft.parameters.experts import corrections
 from uspft.parameters.fill import fill
-from uspft.parameters.names import shapes_of
+from uspft.parameters.names import places, shapes_of
 from uspft.parameters.shards import Holders, Shards
 from uspft.parameters.source import FolderWeights, base_digest
 from uspft.tensor.parts import Part
@@ -215,14 +215,14 @@ def test_corrections_are_read_with_the_weights_also_of_a_run_that_goes_on(
         init(own, place)
 
     monkeypatch.setattr(FolderWeights, "__init__", counted)
-    shapes = shapes_of(empty_model(model_config(block, 64), torch.float32))
+    shapes = shapes_of(places(empty_model(model_config(block, 64), torch.float32)))
     trained = {name: torch.ones(shape) for name, shape in shapes.items()}
     write_checkpoint(tmp_path / "out", base, trained)
     holders = Holders.of(Shards(Layout()), 0, Groups(), shapes)
     for checkpoint in (None, Checkpoint.known(tmp_path / "out/checkpoints/step-00000001")):
         model = empty_model(model_config(block, 64), torch.float32)
         source = weights_of(block, SEED, model, checkpoint)
-        fill(model, torch.float32, source, holders)
+        fill(model, places(model), torch.float32, source, holders)
         found = corrections(model)
         assert found and all(torch.equal(one, files[name]) for name, one in found.items())
         assert all(one.any() for one in found.values())

@@ -68,6 +68,7 @@ def test_ranks_that_divide_experts_run_as_many_micro_batches() -> None:
     [
         ({"stage": 0}, 1, "stage", "is 0, with parallel_config.pipeline_stage 2"),
         ({"stage": 3, "zero_hpz_partition_size": 2}, 1, "zero_hpz_partition_size", "is 2, which"),
+        ({"stage": 3, "enable_sanity_checks": True}, 1, "enable_sanity_checks", "all ranks"),
         ({"stage": 2, "offload_optimizer": {"device": "cpu"}}, 2, "offload_optimizer", "stage 2"),
         ({"stage": 3, "offload_optimizer": {"device": "cpu"}}, 2, "offload_optimizer", "num 2"),
     ],
@@ -83,6 +84,7 @@ def test_what_is_wrong_beside_stages_is_refused(
     ("zero", "virtual"),
     [
         ({}, 1),
+        ({"stage": 2, "offload_optimizer": {"device": "none"}}, 2),
         ({"stage": 3}, 2),
         ({"stage": 2, "offload_optimizer": {"device": "cpu"}}, 1),
         ({"stage": 1, "offload_optimizer": {"device": "cpu"}}, 2),

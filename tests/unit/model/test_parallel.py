@@ -14,6 +14,7 @@ from uspft.layout import Layout
 from uspft.model.build import empty_model
 from uspft.model.parallel import shards_of
 from uspft.parameters.counting import is_summed
+from uspft.parameters.names import places
 from uspft.parameters.shards import Shards
 
 FOUR = Layout(mesh_columns=4, data=2)
@@ -40,7 +41,7 @@ def summed(model: Any, shards: Shards) -> set[str]:
 
 
 def test_every_parameter_is_divided_or_whole_as_its_family_says(model: Any) -> None:
-    shards = shards_of(model, FOUR, splits_tokens=False)
+    shards = shards_of(model, places(model), FOUR, splits_tokens=False)
     whole = {name for name, _ in model.named_parameters() if name not in shards.splits}
     assert {name.split(".")[-2] for name in whole} == {
         "input_layernorm",
@@ -53,9 +54,12 @@ def test_every_parameter_is_divided_or_whole_as_its_family_says(model: Any) -> N
     held_twice = {f"{layer}.{name}_proj.weight" for name in "kv"}
     per_head = {f"{layer}.{name}_norm.weight" for name in "qk"}
     assert summed(model, shards) == held_twice | per_head
-    assert summed(model, shards_of(model, FOUR, splits_tokens=True)) == held_twice | whole
+    assert (
+        summed(model, shards_of(model, places(model), FOUR, splits_tokens=True))
+        == held_twice | whole
+    )
     assert shards.part(f"{layer}.k_proj.weight", (16, 64), 6).size == (8, 64)
-    assert not shards_of(model, Layout(data=8), splits_tokens=True).splits
+    assert not shards_of(model, places(model), Layout(data=8), splits_tokens=True).splits
 
 
 def test_a_parameter_that_the_table_leaves_out_is_named(
@@ -65,7 +69,7 @@ def test_a_parameter_that_the_table_leaves_out_is_named(
     monkeypatch.setitem(FAMILIES, "qwen3", replace(FAMILIES["qwen3"], projections=SEPARATE))
     told = r"does not say how qwen3 divides model\.layers\.0\.self_attn\.q_norm\.weight"
     with pytest.raises(RuntimeError, match=told):
-        shards_of(model, FOUR, splits_tokens=False)
+        shards_of(model, places(model), FOUR, splits_tokens=False)
 
 
 def test_on_a_mesh_every_matrix_is_divided_both_ways_and_what_is_held_twice_has_pieces(
@@ -73,7 +77,7 @@ def test_on_a_mesh_every_matrix_is_divided_both_ways_and_what_is_held_twice_has_
 ) -> None:
     """Mesh 2 × 4 and two copies: of eight ranks' places mesh columns are the last digit."""
     mesh = Layout(mesh_columns=4, ring=4, mesh_rows=2)
-    shards = shards_of(model, mesh)
+    shards = shards_of(model, places(model), mesh)
     layer = "model.layers.0"
     size = {
         "model.embed_tokens.weight": (24, 32),

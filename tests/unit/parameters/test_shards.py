@@ -10,7 +10,7 @@ import torch
 
 from uspft.config.recipe import Strategy
 from uspft.layout import Layout
-from uspft.parameters.counting import is_counted, is_summed
+from uspft.parameters.counting import is_summed
 from uspft.parameters.shards import MatrixSplit, Shards, outside, owned, owned_parts
 from uspft.prepare.model import inside_findings
 from uspft.tensor.parts import Part, as_slices, flat_boxes
@@ -79,14 +79,12 @@ def test_what_does_not_divide_is_split_unevenly_and_units_stay_whole() -> None:
         (3, 6),
     ]
     assert held.replicas("kv") == ((0, 2), (1, 3)) and held.replicas("norm") == ((0, 1, 2, 3),)
-    assert [is_counted(held, "kv", rank) for rank in range(4)] == [True, True, False, False]
 
 
 def test_replicas_and_pieces_are_known() -> None:
     inside, splits = frozenset({"per_head"}), {"up": MatrixSplit(0, (4,))}
     held = Shards(Layout(mesh_columns=2, data=2), splits, inside=inside)
-    assert [is_counted(held, "up", rank) for rank in range(4)] == [True] * 4
-    assert [is_counted(held, "norm", rank) for rank in range(4)] == [True, False, True, False]
+    assert held.replicas("up") == ((0,), (1,)) and held.replicas("norm") == ((0, 1),)
     assert is_summed(held, "per_head") and not is_summed(held, "norm")
     alone = Shards(Layout(data=4), splits, inside=inside)
     assert alone.part("up", (4, 4), 3).is_whole and not is_summed(alone, "per_head")
@@ -106,7 +104,6 @@ def test_a_rank_may_hold_nothing_of_a_parameter() -> None:
     assert list(held.parts("up", (4, 3)).values()) == [[4, 6], [5, 7]]
     assert list(held.parts("norm", (3,)).values()) == [[0, 1, 2, 3]]
     assert list(held.parts("experts", (2, 3)).values()) == [[4, 5], [6, 7]]
-    assert [is_counted(held, "norm", rank) for rank in range(8)] == [True, False] * 2 + [False] * 4
     assert held.part("up", (4, 3), 1) == Part.nothing((4, 3))
     assert owned(held, "up", (4, 3), 1) == (0, 0)
     assert [len(parts) for parts in owned_parts(held, "norm", (8,))] == [1] * 4 + [0] * 4

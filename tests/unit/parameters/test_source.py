@@ -23,7 +23,7 @@ from uspft.model.hf_config import layer_windows, model_config
 from uspft.parameters import source
 from uspft.parameters.experts import as_files, corrections, is_experts
 from uspft.parameters.fill import RandomWeights, decays, fill, generator
-from uspft.parameters.names import shapes_of
+from uspft.parameters.names import places, shapes_of
 from uspft.parameters.shards import Holders, Shards
 from uspft.parameters.source import FolderWeights, WeightsError
 from uspft.tensor.parts import Part
@@ -115,8 +115,8 @@ def test_random_weights_start_as_transformers_start(folder: Path) -> None:
     config = model_config(block(folder), 64)
     theirs = AutoModelForCausalLM.from_config(config)
     ours = empty_model(config, torch.float32)
-    holders = Holders.of(Shards(Layout()), 0, Groups(), shapes_of(ours))
-    fill(ours, torch.float32, RandomWeights(ours, 0, 0.02), holders)
+    holders = Holders.of(Shards(Layout()), 0, Groups(), shapes_of(places(ours)))
+    fill(ours, places(ours), torch.float32, RandomWeights(ours, 0, 0.02), holders)
     untrained = {n: one for n, one in theirs.state_dict().items() if n in corrections(ours)}
     assert all(torch.equal(one, untrained[n]) for n, one in corrections(ours).items())
     for (name, one), other in zip(trained_of(theirs).items(), ours.parameters(), strict=True):

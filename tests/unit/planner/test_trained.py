@@ -16,6 +16,7 @@ from tests.support.shapes import GEMMA4, JOINED, SHARED, SOME_DENSE, TINY, shape
 from uspft.layout import Layout
 from uspft.model.build import empty_model
 from uspft.model.parallel import shards_of
+from uspft.parameters.names import places
 from uspft.planner.trained import Lora, StageLayers, counts_of
 
 SIZES = {
@@ -63,7 +64,7 @@ def test_every_parameter_is_counted(both: tuple[Any, Any]) -> None:
 def test_a_tensor_rank_holds_some_key_heads_with_their_value_heads(both: tuple[Any, Any]) -> None:
     """The rank that has most of them: three of five. Norms of queries and keys count as whole."""
     model, net = both
-    shards = shards_of(net, Layout(mesh_columns=2), splits_tokens=False)
+    shards = shards_of(net, places(net), Layout(mesh_columns=2), splits_tokens=False)
     named = dict(net.named_parameters())
     norms = {name for name in named if "q_norm" in name or "k_norm" in name}
     held = [

@@ -50,6 +50,8 @@ class LayerBytes:
     """The part of `kept` that stays on the device even with offloading."""
     lets_go: bool = False
     """Whether the layer, if not checkpointed, saves no tensor that needs its input's memory."""
+    lent: float = 0.0
+    """What stays alive until the forward of the last layer has run, for other layers (Gemma 4)."""
 
 
 class LaterLayers(NamedTuple):
@@ -71,13 +73,13 @@ def layer_bytes(
     sizes: LayerSizes,
     *,
     reached: bool = True,
-    beside: int = 0,
+    beside: float = 0.0,
     embeddings: bool = True,
     later: LaterLayers = NOTHING_LATER,
 ) -> LayerBytes:
-    """Return the bytes of a layer. reached: whether its input needs a gradient. beside: the number
-    of tensors of its input's size that transformers keeps until the last layer has run. embeddings:
-    whether the embeddings of all layers need a gradient."""
+    """Return the bytes of a layer. reached: whether its input needs a gradient. beside: the bytes
+    of what else transformers keeps until the last layer has run. embeddings: whether the embeddings
+    of all layers need a gradient."""
     tape = LayerTape()
     size = sizes.between_bytes()
     hidden = [tape.leaf(size)]  # a list, so that it can be freed as early as in a run
@@ -94,21 +96,21 @@ def layer_bytes(
 
     if sizes.recompute is None:
         out = layer(hidden[0])
-        before, forward = tape.live, tape.most
-        hidden.clear()
+        lent, forward = tape.live, tape.most + beside
         layer.lent.clear()  # by transformers behind the last layer
+        before = tape.live
+        hidden.clear()
         kept, lets_go = tape.live - out.size, tape.live < before
-        forward += size * beside
         if out.node:
             out.storage, others = None, tape.new(later.others)
             tape.backward(out, tape.new(size), received())
             del others
-        return LayerBytes(kept, max(forward, tape.most), lets_go=lets_go)
+        return LayerBytes(kept, max(forward, tape.most), lets_go=lets_go, lent=lent - before)
     with tape.first_run():
         out = layer(hidden[0])
     trains = out.node is not None
     del out
-    tape.most += size * beside
+    tape.most += beside
     if isinstance(layer, LayerInGroups):
         layer.groups.waits()
     kept = tape.live
@@ -314,7 +316,7 @@ def pass_bytes(
     outside = outside_trains(options.lora, options.freeze)
     # With checkpointing transformers makes the embedding's output require a gradient.
     reached, each = outside[EMBEDDING] or options.checkpointing, list[LayerBytes]()
-    known: dict[tuple[object, ...], LayerBytes] = {}
+    known, lent = dict[tuple[object, ...], LayerBytes](), 0.0
     offloads = kinds[0].offloads
     # A frozen embedding's output is a leaf, which stays alive as long as the graph.
     copied = kinds[0].tensor > 1 or offloads or kinds[0].kind.scaled
@@ -334,12 +336,13 @@ def pass_bytes(
         beside = (scaled and apart) + (offloads and bool(each) and (scaled or apart))
         if sizes.recompute is None:
             beside = (bool(each) and each[0].lets_go) + (scaled and options.element < WIDE)
-        key = id(sizes), reached, beside, later
+        held = beside * sizes.between_bytes() + lent
+        key = id(sizes), reached, held, later
         known[key] = known.get(key) or layer_bytes(
-            sizes, reached=reached, beside=beside, embeddings=embeddings, later=later
+            sizes, reached=reached, beside=held, embeddings=embeddings, later=later
         )
         each.append(known[key])
-        reached = reached or sizes.trains or embeddings
+        reached, lent = reached or sizes.trains or embeddings, lent + each[-1].lent
     head = HeadSizes(
         kinds[-1],
         head_projection(shape).on(layout.mesh_columns).outputs,
@@ -372,7 +375,10 @@ def pass_bytes(
         LayerBytes(stays + entry.kept, stays + entry.most, held=stays + entry.kept),
         offloads,
         tuple(map(bool, keeps)),
-        tuple(layer_bytes(sizes, reached=False, beside=not sizes.recompute) for sizes in alone),
+        tuple(
+            layer_bytes(one, reached=False, beside=(not one.recompute) * one.between_bytes())
+            for one in alone
+        ),
         routers,
     )
     return one, float(BATCH_BYTES * tokens)

@@ -211,22 +211,20 @@ def training_loader(
     stream = training_rows(data, job.corpus, recipe.seed, one_document=job.prices is not None)
     each = training.global_batch_size
     last = stream.rows_in(training.epochs) if training.epochs else job.steps * each
-    if not job.prices:  # there is one layout
-        return StepLoader(
-            stream,
-            worlds[0],
-            row_tokens=data.sequence_length,
-            rows_per_step=each,
-            rows_per_batch=training.micro_batch_size,
-            last_row=last,
-            orders=orders,
-        )
-    told: list[Prices | None] = [job.prices]
-    dist.broadcast_object_list(told, src=0)
-    prices = told[0]
-    assert prices  # preparing a recipe with strategies sets them
-    live = worlds, holders, groups
-    return SwitchingLoader(stream, recipe, *live, prices, last_sample=last, orders=orders)
+    if job.prices:  # the recipe has strategies
+        told = [job.prices]
+        dist.broadcast_object_list(told, src=0)
+        live = worlds, holders, groups
+        return SwitchingLoader(stream, recipe, *live, told[0], last_sample=last, orders=orders)
+    return StepLoader(
+        stream,
+        worlds[0],
+        row_tokens=data.sequence_length,
+        rows_per_step=each,
+        rows_per_batch=training.micro_batch_size,
+        last_row=last,
+        orders=orders,
+    )
 
 
 def _idle_world(holder: World, groups: Groups) -> World:

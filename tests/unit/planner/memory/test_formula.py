@@ -196,6 +196,7 @@ FEW = [
     Case("gemma4 embeddings", "ulysses 4", "none, tiles", "last layer", "float32"),
     Case("gemma4 joined", "hybrid", "attention, tiles", "all", "bfloat16"),
     Case("gemma4 joined", "ring 2", "offload", "lora", "bfloat16"),
+    Case("gemma4 joined", "ulysses 16", "none, tiles", "all", "float32"),
     Case("granite", "mesh 2 1", "attention", "some lora", "float32"),
     Case("olmo2", "tensor, tokens", "exchange", "all", "bfloat16"),
     Case("phi3", "mesh 2 2", "none", "all", "bfloat16"),
