@@ -31,7 +31,7 @@ from uspft.config.inputs import ModelBlock
 from uspft.families import ModelShape, read_shape
 from uspft.planner.memory.formula import memory_of
 from uspft.planner.options import options_of
-from uspft.planner.products import parameters_of
+from uspft.planner.trained import counts_of
 from uspft.prepare.host import CONFIGS
 
 RECIPE = ROOT / "recipes" / "llama3.1-8b-text-ring-8m.yaml"
@@ -116,8 +116,8 @@ def state(shape: ModelShape, ranks: int, *, offloads: bool, gradient_bytes: int)
     options = options_of(recipe.model_copy(update={"deepspeed": block}), layout)
     need = memory_of(shape, layout, 1024, options=replace(options, offload_activations=False))
     device, host = float(need.state_bytes), float(need.host_bytes)
-    every, less = parameters_of(shape), 4 - gradient_bytes
-    sums = less * (every.outside + every.layers) / ranks
+    every, less = counts_of(shape, 1, None, ()).every, 4 - gradient_bytes
+    sums = less * every / ranks
     device -= less * zero["reduce_bucket_size"] + (0 if "offload_optimizer" in zero else sums)
     host -= sums if "offload_optimizer" in zero else 0
     return {"state_bytes": device, "state_host_bytes": host}

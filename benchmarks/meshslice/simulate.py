@@ -18,7 +18,7 @@ from benchmarks.meshslice.programs import AXES, Product, cannon, meshslice, summ
 from benchmarks.meshslice.shapes import SEQUENCE, Transformer, flows, mesh_product
 from benchmarks.meshslice.torus import MEMORY_BYTES_PER_SECOND, Axis, Torus, Waited
 from uspft.families import ModelShape
-from uspft.planner.mesh import MeshProduct, Stationary, best_slices, product_part
+from uspft.planner.mesh import MeshProduct, Stationary, best_slices, product_time
 from uspft.planner.options import Options
 from uspft.planner.step_shape import PlacedStep, StepShape
 from uspft.segments import Segments
@@ -126,7 +126,7 @@ class Run:
 def predicted(run: Run, torus: Torus, counts: Sequence[int]) -> float:
     """Return the seconds that the planner's formula says of so many slices of each product."""
     return sum(
-        product_part(run.on(torus), product, count).seconds
+        product_time(run.on(torus), product, count).seconds
         for product, count in zip(run.products, counts, strict=True)
     )
 

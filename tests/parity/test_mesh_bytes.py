@@ -16,7 +16,7 @@ from tests.support.tensor import make_setting, recipe
 from uspft.config.inputs import ModelBlock
 from uspft.families import ModelShape, read_shape
 from uspft.layout import Layout
-from uspft.planner.mesh import mesh_parts
+from uspft.planner.mesh import LOSS_SUMS, NORMS, mesh_time, number_sums
 from uspft.planner.options import Options
 from uspft.planner.step_shape import PlacedStep, StepShape
 from uspft.segments import Segments
@@ -57,10 +57,11 @@ def moved(shape: ModelShape, mesh: tuple[int, int], recompute: bool) -> float:
     options = Options(dtype="float32", checkpointing=recompute, slices=(2,) * 4)
     step = StepShape(shape, Segments.single(LENGTH), (), options)
     layout = Layout(columns, ring=rows, mesh_rows=rows)
-    parts = mesh_parts(PlacedStep(step, layout, H100))
-    share = 1 - 1 / max(mesh)
-    twice = {"norms": 2, "loss": 2}  # there and back
-    return sum(share * twice.get(part.name, 1) * part.bytes for part in parts)
+    placed, share = PlacedStep(step, layout, H100), 1 - 1 / max(mesh)
+    # The sums of norms and of the loss cross there and back.
+    norms = shape.layers * NORMS * (placed.options.forwards + 1) + 2
+    sums = number_sums(placed, norms + LOSS_SUMS).bytes
+    return share * (mesh_time(placed).bytes_of("tensor") + sums)
 
 
 def pieces(sizes: dict[str, int], mesh: tuple[int, int]) -> float:

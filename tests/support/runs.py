@@ -53,13 +53,13 @@ def prepared(
     from uspft.assemble import assemble
     from uspft.model.parallel import shards_under
 
-    def more(model: Any, world: Any, **given: Any) -> Any:
-        most = max(tensor_of_rows, given.pop("tensor_of_rows"))
-        return shards_under(model, world, tensor_of_rows=most, **given)
+    def under(*args: Any, **given: Any) -> Any:
+        most = max(tensor_of_rows, given["tensor_of_rows"])
+        return shards_under(*args, **given | {"tensor_of_rows": most})
 
     choose.probe = _believe
     job = job_of(recipe, output, resume=resume)
-    with patch("uspft.assemble.shards_under", more):
+    with patch("uspft.assemble.shards_under", under):
         return assemble(job, torch.device("cpu"), GROUPS)
 
 

@@ -11,14 +11,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from uspft.families import Blocks, ModelShape
+from uspft.families import Blocks
 from uspft.planner.layer_kinds import Norms, layer_kind
 from uspft.planner.memory.operations import WIDE
 from uspft.planner.products import (
+    attention_projections,
     head_projection,
+    inner_features,
+    inner_matrices,
     layer_modules,
-    layer_projections,
-    shared_projections,
     state_projections,
 )
 from uspft.planner.step_shape import StepShape
@@ -81,38 +82,41 @@ def _by_part(step: StepShape, blocks: Blocks, columns: int) -> dict[str, BothWay
     choices of experts are taken to be equally likely. columns: as in `layer_moved`."""
     e, of, kind = step.options.element, blocks.sizes(step.model), layer_kind(step.model)
     between, entered = _between(step, columns), step.model.hidden_size
-    trains = step.options.lora is None
-    every = layer_projections(of, experts=blocks.experts)
-    query, key, value = (one.on(columns).outputs for one in every[:3])
-    query //= 2 if kind.gated else 1
+    mixing = state_projections(of) if blocks.state else attention_projections(of)
+    parts = {name: one.on(columns) for name, one in mixing.items()}
+    into = {name: one.outputs for name, one in parts.items() if one.splits == "outputs"}
+    (mixed,) = (one.inputs for one in parts.values() if one.splits == "inputs")
     if blocks.state:
         # The features that pass through a convolution, its activation and the norms of heads.
-        into = [one for one in state_projections(of).values() if one.splits == "outputs"]
-        heads, normed = sum(one.on(columns).outputs for one in into), 0
+        heads, normed = sum(into.values()), 0
         turned = float(heads)
     else:
+        query, key, value = mixed, *(into.get(f"self_attn.{one}_proj", 0) for one in "kv")
         turned = (query + key) * kind.turned_share * bool(kind.turned)
         heads = query + key + value
         normed = (query + key) * (kind.normed_heads or kind.normed_together)
         normed += value * kind.normed_values
     number = sum(map(bool, Norms() if blocks.state else kind.norms))
-    norm = norm_bytes(e, wide=kind.wide_norms, trains=trains)
+    norm = norm_bytes(e, wide=kind.wide_norms, trains=step.options.lora is None)
     fused = 0 if kind.fused else 3 * e * entered
+    inner = inner_matrices(of, experts=blocks.experts)[-1].on(columns)
+    met, joined = inner.per_token * inner.inputs, kind.fused or blocks.experts
     found = {
         "norms": norm.times(number * between + normed),
         "positions": BothWays(10 * e * turned, 14 * e * turned),
         "heads": BothWays(0.0, 4 * e * heads + 2 * fused),
         "residuals": BothWays(6 * e * between, 6 * e * between + fused),
+        "mlp": BothWays(5 * e * met, (13 if joined else 9) * e * met),
     }
     if kind.gated or blocks.state:
-        found["gates"] = BothWays(5 * e * query, 9 * e * query)
+        found["gates"] = BothWays(5 * e * mixed, 9 * e * mixed)
     if kind.scaled:
         found["scales"] = BothWays(4 * e * between, 4 * e * between)
     if blocks.experts:
-        found |= _experts(step, of, columns)
-    else:
-        inner = every[-1].on(columns).inputs
-        found["mlp"] = BothWays(5 * e * inner, (9 + 4 * kind.fused) * e * inner)
+        found["dispatch"] = _dispatched(step, inner.per_token)
+        if shared := inner_features(of, columns, experts=True):
+            around = 3 * e * entered
+            found["shared expert"] = BothWays(5 * e * shared + around, 9 * e * shared + around)
     if step.options.lora:
         words = EXPERT_WORDS if blocks.experts else ()
         for name, one in layer_modules(of, blocks).items():
@@ -125,25 +129,14 @@ def _by_part(step: StepShape, blocks: Blocks, columns: int) -> dict[str, BothWay
     return found
 
 
-def _experts(step: StepShape, of: ModelShape, columns: int) -> dict[str, BothWays]:
-    """Return the bytes per token in its experts, in the dispatch to them and back, and in the
-    experts that every token uses."""
-    e, kind, hidden = step.options.element, layer_kind(step.model), of.hidden_size
-    down = layer_projections(of, experts=True)[-1].on(columns)
-    rows, inner = down.per_token * hidden, down.per_token * down.inputs
-    s = WIDE if kind.wide_scores else e  # the dtype in which rows are weighted and summed
-    cast = s + e if s > e else 0
+def _dispatched(step: StepShape, met: int) -> BothWays:
+    """Return the bytes per token in the dispatch to its experts and back. met: their number."""
+    e, hidden = step.options.element, step.model.hidden_size
+    wide = layer_kind(step.model).wide_scores
+    s = WIDE if wide else e  # the dtype in which rows are weighted and summed
+    rows, cast = met * hidden, s + e if s > e else 0
     forward = (3 * e + 4 * s) * rows + (s + cast) * hidden
-    backward = (2 * e + 10 * s + cast) * rows + (s + 3 * e + cast) * hidden
-    found = {
-        "mlp": BothWays(5 * e * inner, 13 * e * inner),
-        "dispatch": BothWays(forward, backward),
-    }
-    into = [one for one in shared_projections(of).values() if one.splits == "inputs"]
-    for one in into:
-        met = one.on(columns).inputs
-        found["shared expert"] = BothWays(e * (5 * met + 3 * hidden), e * (9 * met + 3 * hidden))
-    return found
+    return BothWays(forward, (2 * e + 10 * s + cast) * rows + (s + 3 * e + cast) * hidden)
 
 
 def _tiled(
@@ -157,7 +150,7 @@ def _tiled(
     copies = 2 * e * between * (3 + 3 + 2 * step.options.checkpointing)
     if step.options.lora:
         return Moved(again + copies)
-    matrices = layer_projections(blocks.sizes(step.model), experts=blocks.experts)[-3:]
+    matrices = inner_matrices(blocks.sizes(step.model), experts=blocks.experts)
     weights = sum(one.on(columns).parameters for one in matrices)
     added = weights * (2 * WIDE + e)
     # The first tile's gradients are cast, not added, and in the end the sum is cast back.

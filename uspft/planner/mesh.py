@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from math import gcd
 from typing import Literal, NamedTuple
 
-from uspft.families import ModelShape
+from uspft.families import Blocks, ModelShape
 from uspft.layout import Layout
 from uspft.planner.machine import Collective, Hardware, Spread
 from uspft.planner.options import GRADIENT_BYTES
@@ -23,9 +23,9 @@ from uspft.planner.products import (
     ProductShape,
     gathered_elements,
     head_projection,
-    layer_projections,
+    named_projections,
 )
-from uspft.planner.step_shape import PlacedStep
+from uspft.planner.step_shape import PlacedStep, StepPart, StepTime
 
 Stationary = Literal["output", "input", "weight"]
 Flow = Literal["output", "left", "right"]
@@ -48,29 +48,6 @@ class Slice(NamedTuple):
     along_row: float
     along_column: float
     product: float
-
-
-class MeshPart(NamedTuple):
-    """The seconds of one flow of a product, or of a part of a forward and backward: of its
-    transfers and computation, of which `hidden` overlap."""
-
-    name: str
-    moved: float
-    computed: float = 0.0
-    hidden: float = 0.0
-    bytes: float = 0.0
-
-    @property
-    def seconds(self) -> float:
-        return self.moved + self.computed - self.hidden
-
-    def times(self, count: float) -> MeshPart:
-        """Return the part multiplied by a count."""
-        return MeshPart(self.name, *(count * value for value in self[1:]))
-
-    def plus(self, other: MeshPart) -> MeshPart:
-        """Return the sum of both, under this one's name."""
-        return MeshPart(self.name, *(a + b for a, b in zip(self[1:], other[1:], strict=True)))
 
 
 def kept_of(tokens: float, inputs: int, outputs: int) -> Stationary:
@@ -133,7 +110,7 @@ class MeshProduct:
 
     def times(
         self, tokens: float, slices: int, layout: Layout, hardware: Hardware, element_bytes: int
-    ) -> list[MeshPart]:
+    ) -> list[StepTime]:
         """Return the times of the three flows: forward, input's gradient, weight's gradient.
 
         tokens: of a mesh row. A transfer that flows share counts once. With several slices, each is
@@ -168,8 +145,9 @@ class MeshProduct:
             both = flow_seconds(flow, one, slices, shared=shared)
             crosses = (in_row.ranks > 1) * row_bytes + (in_column.ranks > 1) * column_bytes
             hidden = moved + slices * one.product - both
-            whole = moved, slices * one.product, hidden, slices * crosses
-            found.append(MeshPart(self.name, *whole))
+            products = StepPart("products", slices * one.product)
+            sent = StepPart("tensor", moved, hidden, slices * crosses)
+            found.append(StepTime((products, sent)))
         return found
 
     def legal_slices(self, rows: int, columns: int, tokens: int = 0) -> list[int]:
@@ -187,7 +165,8 @@ class MeshProduct:
 
 def mesh_products(shape: ModelShape) -> tuple[MeshProduct, ...]:
     """Return the products of a layer in the order of `tensor_slices`: qkv, out, gate_up, down."""
-    query, key, value, out, gate, up, down = layer_projections(shape)
+    plain = Blocks(state=False, experts=False)
+    query, key, value, out, gate, up, down = named_projections(shape, plain).values()
     hidden = shape.hidden_size
     return (
         MeshProduct("qkv", "output", hidden, (query, key, value)),
@@ -227,90 +206,77 @@ NORMS, NUMBER_BYTES, LOSS_SUMS = 2, 4, 3
 forward and backward; the bytes of such a number; and how many such sums the loss makes."""
 
 
-def mesh_parts(placed: PlacedStep) -> list[MeshPart]:
-    """Return the parts of one forward and backward of all layers, embedding, head and loss."""
-    every = [part.times(placed.step.model.layers) for part in mesh_layer(placed)]
-    return [*every, *mesh_outside(placed)]
+def mesh_time(placed: PlacedStep) -> StepTime:
+    """Return the time of one forward and backward of all layers, embedding, head and loss."""
+    layers = [part.times(placed.step.model.layers) for part in mesh_layer(placed)]
+    return StepTime((*layers, *mesh_outside(placed)))
 
 
-def mesh_layer(placed: PlacedStep) -> list[MeshPart]:
-    """Return the parts of one layer, forward and backward: its products with the step's slices, the
+def mesh_layer(placed: PlacedStep) -> Iterator[StepPart]:
+    """Yield the parts of one layer, forward and backward: its products with the step's slices, the
     sums of its norms, and the gathering of replicated heads."""
     options = placed.options
-    each = zip(mesh_products(placed.step.model), options.slices or (), strict=True)
-    products = [product_part(placed, product, count) for product, count in each]
-    norms = number_sums(placed, "norms", NORMS * (options.forwards + 1))
-    return [*products, norms, *gathered_heads(placed)]
+    for product, slices in zip(mesh_products(placed.step.model), options.slices or (), strict=True):
+        yield from product_time(placed, product, slices).parts
+    yield number_sums(placed, NORMS * (options.forwards + 1))
+    yield from gathered_heads(placed)
 
 
-def product_part(placed: PlacedStep, product: MeshProduct, slices: int) -> MeshPart:
-    """Return one of a layer's products, forward and backward, recomputation included."""
-    step = placed.step
-    of = placed.layout, placed.hardware, step.options.element
-    often = (step.options.forwards, 1, step.trained)  # a frozen weight has no gradient
-    found = MeshPart(product.name, 0.0)
-    for count, one in zip(often, product.times(placed.tokens, slices, *of), strict=True):
-        found = found.plus(one.times(count))
-    return found
+def product_time(placed: PlacedStep, product: MeshProduct, slices: int) -> StepTime:
+    """Return the time of one of a layer's products, forward and backward, recomputation
+    included."""
+    options = placed.options
+    flows = product.times(placed.tokens, slices, placed.layout, placed.hardware, options.element)
+    often = (options.forwards, 1, placed.step.trained)  # a frozen weight has no gradient
+    every = zip(often, flows, strict=True)
+    return StepTime(tuple(part.times(count) for count, flow in every for part in flow.parts))
 
 
-def number_sums(placed: PlacedStep, name: str, count: int) -> MeshPart:
+def number_sums(placed: PlacedStep, count: int) -> StepPart:
     """Return `count` all-reduces of one number per token over mesh columns."""
     sent = NUMBER_BYTES * placed.tokens * (placed.layout.mesh_columns > 1)
-    one = placed.sent(name, "all_reduce", sent, ("mesh_columns",), count)
-    return MeshPart(name, one.seconds, bytes=one.bytes)
+    return placed.sent("tensor", "all_reduce", sent, ("mesh_columns",), count)
 
 
-def gathered_heads(placed: PlacedStep) -> Iterator[MeshPart]:
+def gathered_heads(placed: PlacedStep) -> Iterator[StepPart]:
     """Yield the exchange between ranks that share a KV head of a fused projection, if any."""
     options = placed.options
     elements = gathered_elements(placed.step.model, placed.layout.mesh_columns)
     if heads := options.element * placed.tokens * elements:
-        one = placed.sent("heads", "all_to_all", heads, ("mesh_columns",), options.forwards + 1)
-        yield MeshPart("heads", one.seconds, bytes=one.bytes)
+        often = options.forwards + 1
+        yield placed.sent("tensor", "all_to_all", heads, ("mesh_columns",), often)
 
 
-def mesh_outside(placed: PlacedStep) -> Iterator[MeshPart]:
+def mesh_outside(placed: PlacedStep) -> Iterator[StepPart]:
     """Yield the parts of the last norm, loss, embedding and head, in which nothing is sliced and
     nothing overlaps.
 
     Embedding and head gather their weight over mesh rows. The embedding's output is summed over
     mesh columns, which divide the vocabulary; the head's input is gathered over them.
     """
-    for sums, count in (("norms", 2), ("loss", LOSS_SUMS)):
-        yield number_sums(placed, sums, count)
+    yield number_sums(placed, 2 + LOSS_SUMS)
     step, tokens = placed.step, placed.tokens
     part = head_projection(step.model).on(placed.layout.mesh_columns)
     whole = {
         "mesh_rows": step.options.element * part.parameters,
         "mesh_columns": step.options.element * tokens * part.inputs,
     }
-
-    def moving(name: str, computed: float, *transfers: tuple[Collective, str, float]) -> MeshPart:
-        """Return a part with these transfers, each (collective, axis, how often)."""
-        seconds = sent = 0.0
-        for kind, axis, times in transfers:
-            spread = placed.spread(axis)
-            seconds += times * placed.hardware.by_host_seconds(kind, whole[axis], spread)
-            sent += times * whole[axis] if spread.ranks > 1 else 0.0
-        return MeshPart(name, seconds, computed, bytes=sent)
-
-    yield moving(
-        "embedding",
-        0.0,
-        ("all_gather", "mesh_rows", 1),
+    yield StepPart("products", sum(placed.product_seconds(tokens, part.inputs, part.outputs)))
+    transfers: tuple[tuple[Collective, str, float], ...] = (
+        ("all_gather", "mesh_rows", 1),  # of the embedding
         ("reduce_scatter", "mesh_columns", 1),
         ("all_gather", "mesh_columns", step.trained),
         ("reduce_scatter", "mesh_rows", step.trained),
-    )
-    yield moving(
-        "head",
-        sum(placed.product_seconds(tokens, part.inputs, part.outputs)),
-        ("all_gather", "mesh_rows", 1),
+        ("all_gather", "mesh_rows", 1),  # of the head
         ("all_gather", "mesh_columns", 1),
         ("reduce_scatter", "mesh_columns", 1),
         ("reduce_scatter", "mesh_rows", step.trained),
     )
+    for kind, axis, times in transfers:
+        spread = placed.spread(axis)
+        seconds = placed.hardware.by_host_seconds(kind, whole[axis], spread)
+        sent = whole[axis] if spread.ranks > 1 else 0.0
+        yield StepPart("tensor", seconds, bytes=sent).times(times)
 
 
 MIN_BLOCK = 8
@@ -338,7 +304,7 @@ def tuned(placed: PlacedStep, asked: Sequence[int] | None = None) -> TunedMesh:
     slices = tuple(asked or slices_on(placed))
 
     def seconds(counts: tuple[int, ...]) -> float:
-        return sum(part.seconds for part in mesh_parts(placed.of(placed.step.under(slices=counts))))
+        return mesh_time(placed.of(placed.step.under(slices=counts))).seconds
 
     return TunedMesh(slices, seconds(slices), seconds((1,) * len(slices)))
 
@@ -355,6 +321,6 @@ def best_slices(placed: PlacedStep, product: MeshProduct) -> int:
     legal = product.legal_slices(rows, columns, round(placed.tokens * rows))
     return min(
         (count for count in legal if count == 1 or legal[-1] // count >= MIN_BLOCK),
-        key=lambda count: product_part(placed, product, count).seconds,
+        key=lambda count: product_time(placed, product, count).seconds,
         default=0,
     )

@@ -7,10 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from uspft.config.algorithms import WHOLE, AlgorithmRow, row_of
-from uspft.config.deepspeed_fields import (
-    ELEMENTS,
-    elements,
-)
+from uspft.config.deepspeed_fields import ELEMENTS, elements
 from uspft.pipeline.schedules import PLAIN, Schedule
 from uspft.pipeline.stages import Each, schedule_of
 from uspft.planner.trained import Lora
@@ -24,7 +21,7 @@ if TYPE_CHECKING:
 GRADIENT_BYTES = 4
 """The bytes of an element of a weight's gradient in the float32 sum."""
 RECOMPUTES = ("nothing", "exchange", "attention")
-"""What of attention is recomputed, the least work first."""
+"""The values of `memory.recompute`, those with the least work first."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +41,7 @@ class Options:
     dtype: str = "bfloat16"
     zero_stage: int = 1
     bucket: int = ELEMENTS["reduce_bucket_size"]
-    """The elements of DeepSpeed's reduce_bucket_size; under overlap_comm there are two_buckets."""
+    """The elements of DeepSpeed's reduce_bucket_size."""
     live: int = ELEMENTS["stage3_max_live_parameters"]
     """The gathered elements up to which ZeRO-3 prefetches weights."""
     prefetch: int = ELEMENTS["stage3_prefetch_bucket_size"]
@@ -74,6 +71,7 @@ class Options:
     loss_tile: int | None = 1024
     """Tokens per tile of the loss; None for all at once."""
     mlp_tile: int | None = None
+    """The tokens of a tile of MLPs; None: all at once."""
     slices: tuple[int, ...] | None = None
     """MeshSlice's slices of each product of a layer; None: Megatron's tensor parallelism, or the
     fastest ones."""
@@ -85,7 +83,7 @@ class Options:
     equal_tokens: bool = False
     """Whether chunks of a row have equal tokens, rather than equal time."""
     step_rows: int | None = None
-    """Rows of a step, over all replicas; None: enough to fill a pipeline."""
+    """Rows of a step, over all replicas; None: for memory, enough to fill a pipeline."""
 
     @property
     def element(self) -> int:
@@ -101,6 +99,11 @@ class Options:
     def gradient_bytes(self) -> int:
         """The bytes per element in which gradients are reduced."""
         return 2 if self.gradient_reduction == "bfloat16" else GRADIENT_BYTES
+
+    @property
+    def checkpoints_all(self) -> bool:
+        """Whether every layer is checkpointed."""
+        return self.checkpointing and self.first_layers is None
 
     @property
     def forwards(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from uspft.families import FAMILIES, Blocks, ModelShape, layer_blocks, state_sizes
 from uspft.families.projections import (
@@ -67,30 +67,43 @@ class ProductShape:
         return ProductShape(*sizes, self.splits, self.unit, self.per_token, self.copies)
 
 
-def layer_projections(shape: ModelShape, *, experts: bool | None = None) -> list[ProductShape]:
-    """Return the query, key, value and output projections of a layer with attention, then those of
-    the MLP, or of the router and the experts. Key and value projections that a layer lacks have 0
-    outputs. experts: whether the layer has experts; None: if the model has any."""
+def attention_projections(shape: ModelShape) -> dict[str, ProductShape]:
+    """Return by name the projections of a layer with attention."""
     hidden, dim = shape.hidden_size, shape.head_dim
-    heads, kv_heads = shape.heads * dim, shape.kv_heads * dim
     table = FAMILIES[shape.model_type].projections
     # A gated query projection has as many features again, which gate attention's output.
     gated = 1 + ("self_attn.q_proj" in table and GATED_QUERY in table["self_attn.q_proj"].blocks)
-    keys = 0 if shape.borrows_keys else kv_heads
-    values = 0 if shape.keys_are_values else keys
-    found = [
-        ProductShape(hidden, gated * heads, "outputs", gated * dim),
-        ProductShape(hidden, keys, "outputs", dim),
-        ProductShape(hidden, values, "outputs", dim),
-        ProductShape(heads, hidden, "inputs", dim),
-    ]
-    of, inner = (1, 1), shape.intermediate_size
-    if shape.routed if experts is None else experts:
+    keys = ProductShape(hidden, shape.kv_heads * dim, "outputs", dim)
+    found = {
+        "self_attn.q_proj": ProductShape(hidden, gated * shape.heads * dim, "outputs", gated * dim)
+    }
+    if not shape.borrows_keys:
+        found["self_attn.k_proj"] = keys
+        if not shape.keys_are_values:
+            found["self_attn.v_proj"] = keys
+    return found | {"self_attn.o_proj": ProductShape(shape.heads * dim, hidden, "inputs", dim)}
+
+
+def inner_matrices(shape: ModelShape, *, experts: bool) -> list[ProductShape]:
+    """Return the gate, up and down projections of the MLP, or of the experts."""
+    hidden, inner, of = shape.hidden_size, shape.intermediate_size, (1, 1)
+    if experts:
         inner = int(shape.full.get("moe_intermediate_size") or inner)
         of = shape.met_experts, shape.experts
-        found.append(ProductShape(hidden, shape.experts))
-    found += [ProductShape(hidden, inner, "outputs", 1, *of)] * 2
-    return [*found, ProductShape(inner, hidden, "inputs", 1, *of)]
+    into = ProductShape(hidden, inner, "outputs", 1, *of)
+    return [into, into, ProductShape(inner, hidden, "inputs", 1, *of)]
+
+
+def mlp_projections(shape: ModelShape, *, experts: bool) -> dict[str, ProductShape]:
+    """Return by name the projections of a layer's MLP; or of its router, experts and shared
+    expert."""
+    found, at, beside = dict[str, ProductShape](), "mlp.", dict[str, ProductShape]()
+    if experts:
+        router = layer_kind(shape).router
+        found[router] = ProductShape(shape.hidden_size, shape.experts)
+        at, beside = _experts_at(router), shared_projections(shape)
+    names = (f"{at}gate_proj", f"{at}up_proj", f"{at}down_proj")
+    return found | dict(zip(names, inner_matrices(shape, experts=experts), strict=True)) | beside
 
 
 def shared_projections(shape: ModelShape) -> dict[str, ProductShape]:
@@ -109,10 +122,9 @@ def shared_projections(shape: ModelShape) -> dict[str, ProductShape]:
 def inner_features(shape: ModelShape, tensor: int, *, experts: bool) -> int:
     """Return the inner features of the MLP or of the shared expert on a tensor rank; 0 if a layer
     has neither. experts: whether the layer has experts."""
-    if not experts:
-        return layer_projections(shape, experts=False)[-1].on(tensor).inputs
-    shared = [one for one in shared_projections(shape).values() if one.splits == "inputs"]
-    return sum(one.on(tensor).inputs for one in shared)
+    every = mlp_projections(shape, experts=experts).values()
+    alone = (one for one in every if one.splits == "inputs" and one.copies == 1)
+    return sum(one.on(tensor).inputs for one in alone)
 
 
 def state_projections(shape: ModelShape) -> dict[str, ProductShape]:
@@ -157,17 +169,6 @@ def _state_modules(shape: ModelShape) -> dict[str, ProductShape]:
     }
 
 
-def projections_of_layers(
-    shape: ModelShape, every: Sequence[Blocks] | None = None
-) -> list[tuple[list[ProductShape], int]]:
-    """Return the projections of each kind of layer, and the number of such layers.
-
-    every: the blocks of each layer; None: as in the config.
-    """
-    kinds = Counter(layer_blocks(shape) if every is None else every)
-    return [(block_projections(shape, blocks), count) for blocks, count in kinds.items()]
-
-
 def block_projections(shape: ModelShape, blocks: Blocks) -> list[ProductShape]:
     """Return the projections of a layer that has these blocks."""
     return list(named_projections(blocks.sizes(shape), blocks).values())
@@ -176,23 +177,8 @@ def block_projections(shape: ModelShape, blocks: Blocks) -> list[ProductShape]:
 def named_projections(shape: ModelShape, blocks: Blocks) -> dict[str, ProductShape]:
     """Return the projections of a layer with these blocks by name, fused ones split up. shape: with
     the layer's sizes."""
-    query, key, value, out, *router, gate, up, down = layer_projections(
-        shape, experts=blocks.experts
-    )
-    if blocks.state:
-        found = state_projections(shape)
-    else:
-        attention = zip("qkvo", (query, key, value, out), strict=True)
-        found = {f"self_attn.{name}_proj": one for name, one in attention}
-    at = "mlp."
-    if blocks.experts:
-        name = layer_kind(shape).router
-        found[name], at = router[0], _experts_at(name)
-    found |= {f"{at}gate_proj": gate, f"{at}up_proj": up, f"{at}down_proj": down}
-    if blocks.experts:
-        found |= shared_projections(shape)
-    found |= added_projections(shape)
-    return {name: one for name, one in found.items() if one.outputs}
+    mixing = state_projections(shape) if blocks.state else attention_projections(shape)
+    return mixing | mlp_projections(shape, experts=blocks.experts) | added_projections(shape)
 
 
 def layer_modules(shape: ModelShape, blocks: Blocks) -> dict[str, ProductShape]:
@@ -269,39 +255,9 @@ def head_projection(shape: ModelShape) -> ProductShape:
     return ProductShape(shape.hidden_size, shape.vocab_size, "outputs")
 
 
-class StoredParameters(NamedTuple):
-    """The numbers of parameters that a tensor rank stores of some layers and outside of layers."""
-
-    outside: int
-    layers: int
-    """Those of the layers, experts included."""
-    experts: int
-    with_experts: int
-    """The number of these layers that have experts."""
-
-
-def parameters_of(
-    shape: ModelShape, tensor: int = 1, layers: Sequence[int] | None = None
-) -> StoredParameters:
-    """Return the numbers of parameters that a tensor rank stores. layers: their indices; None: all.
-
-    Biases are left out, and parameters of layers with a state other than projections.
-    """
-    head, every = head_projection(shape).on(tensor).parameters, layer_blocks(shape)
-    mine = every if layers is None else [every[number] for number in layers]
-    stored = experts = 0
-    for projections, count in projections_of_layers(shape, mine):
-        each = [(one.copies > 1, one.on(tensor).parameters) for one in projections]
-        stored += count * (sum(size for _, size in each) + 2 * shape.hidden_size)
-        experts += count * sum(size for divided, size in each if divided)
-    routed = sum(blocks.experts for blocks in mine)
-    outside = sum(one.parameters for one in outside_modules(shape).values()) + shape.hidden_size
-    return StoredParameters(head * (1 if shape.tied else 2) + outside, stored, experts, routed)
-
-
 def expert_parameters(shape: ModelShape) -> int:
     """Return the number of parameters of one layer's experts."""
-    return sum(one.parameters for one in layer_projections(shape) if one.copies > 1)
+    return sum(one.parameters for one in inner_matrices(shape, experts=True))
 
 
 def met_parameters(shape: ModelShape) -> int:
@@ -310,8 +266,8 @@ def met_parameters(shape: ModelShape) -> int:
     The embedding look-up is left out, and only the experts that a token is sent to count.
     """
     layers = sum(
-        count * sum(one.met for one in projections)
-        for projections, count in projections_of_layers(shape)
+        count * sum(one.met for one in block_projections(shape, blocks))
+        for blocks, count in Counter(layer_blocks(shape)).items()
     )
     outside = [*outside_modules(shape).values()][1:2]  # neither look-up nor norm
     return layers + head_projection(shape).met + sum(one.met for one in outside)

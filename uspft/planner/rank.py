@@ -15,11 +15,9 @@ from itertools import chain, islice
 from operator import attrgetter
 from typing import Any, NamedTuple
 
-from uspft.config.algorithms import WHOLE
 from uspft.config.messages import as_written
-from uspft.families import NO_KEYS, ModelShape
+from uspft.families import NO_KEYS
 from uspft.layout import Layout
-from uspft.pipeline.schedules import PLAIN as PLAIN_SCHEDULE
 from uspft.planner import step as price
 from uspft.planner.attention_step import is_whole
 from uspft.planner.machine import Hardware
@@ -27,11 +25,10 @@ from uspft.planner.memory.formula import (
     USABLE_SHARE,
     Memory,
     fits,
+    least_bytes,
     longest_of,
     memory_of,
 )
-from uspft.planner.memory.passes import PassBytes, pass_bytes
-from uspft.planner.memory.zero import State, state_of
 from uspft.planner.mesh import slices_on
 from uspft.planner.options import Options
 from uspft.planner.stages import estimated, simulated
@@ -59,7 +56,10 @@ class Ranked:
     step: StepShape
     """The step as it runs in this way."""
     hardware: Hardware = field(repr=False, compare=False)
-    needs: Needs = field(repr=False, compare=False)
+    memo: Memo = field(repr=False, compare=False)
+    """What ways of one step on one machine have alike."""
+    saving: LongerBy | None = field(default=None, repr=False, compare=False)
+    """As of `LongerBy`; None: the longest row is that of the step's own options."""
     own: bool = False
     """Whether it is the recipe's own way."""
     closely: bool = False
@@ -81,7 +81,7 @@ class Ranked:
     @cached_property
     def placed(self) -> PlacedStep:
         """The step in its layout on the hardware."""
-        return self.way.placed(self.step, self.hardware, self.needs.memo)
+        return self.way.placed(self.step, self.hardware, self.memo)
 
     @cached_property
     def card(self) -> float | None:
@@ -91,7 +91,7 @@ class Ranked:
     @cached_property
     def memory(self) -> Memory:
         """The memory that a rank needs."""
-        return self.needs.of(self.layout, self.step.options)
+        return self._memory(self.step.row.length, self.step.options)
 
     @cached_property
     def room(self) -> bool | None:
@@ -114,14 +114,22 @@ class Ranked:
         GPU's."""
         if self.card is None:
             return False
-        return self.needs.least(self.layout, self.step.options) > USABLE_SHARE * self.card
+        step = self.step
+        least = least_bytes(step.model, self.layout, step.row.length, step.options, self.memo)
+        return least > USABLE_SHARE * self.card
 
     @cached_property
     def longest_row(self) -> int | None:
         """The longest row in tokens that fits on a GPU; None on CPUs."""
         if self.card is None:
             return None
-        return self.needs.longest_row(self.layout, self.step.options, self.card)
+        options = self.step.options
+        if self.saving:
+            options = self.saving(self.layout, options)
+        return longest_of(lambda row: self._memory(row, options).peak_bytes, self.layout, self.card)
+
+    def _memory(self, row_tokens: int, options: Options) -> Memory:
+        return memory_of(self.step.model, self.layout, row_tokens, options=options, memo=self.memo)
 
     @property
     def layout(self) -> Layout:
@@ -184,19 +192,19 @@ def ranked(
     hardware: Hardware,
     *,
     own: bool = False,
-    needs_of: Needs | None = None,
+    memo: Memo | None = None,
+    saving: LongerBy | None = None,
     closely: bool = True,
 ) -> Ranked:
-    """Return a way with its prices. needs_of: shares its cache between ways; None: a new one."""
+    """Return a way with its prices. memo, saving: as of `Ranked`; None: an empty memo."""
     shape = way.step(step)
     if way.layout.is_mesh and shape.options.slices is None:
         shape = shape.under(slices=slices_on(PlacedStep(shape, way.layout, hardware)))
-    needs = needs_of or Needs(step.model, step.row.length)
+    known = Memo() if memo is None else memo
     if way.layout.pipeline > 1:  # once, by the documents of rows, so that time and memory agree
-        again = shape.options.checkpointing and shape.options.first_layers is None
-        dealt = price.dealt_stages(shape, way.layout, again, needs.memo)
+        dealt = price.dealt_stages(shape, way.layout, known)
         shape = shape.under(schedule=way.schedule._replace(sizes=dealt.sizes))
-    return Ranked(way, shape, hardware, needs, own, closely)
+    return Ranked(way, shape, hardware, known, saving, own, closely)
 
 
 def ranking(
@@ -219,11 +227,12 @@ def ranking(
     found = ways(ranks, space, legal_for(step, hardware.ranks_per_host, why_not))
     others = [way for way in found.legal if own is None or way.name != own.name]
     listed = others if own is None else [own, *others]
-    needs, search = Needs(step.model, step.row.length, saving), replace(step, dealt=False)
+    memo, search = Memo(), replace(step, dealt=False)
 
     def one(way: Way, given: StepShape, *, closely: bool) -> Ranked:
-        asked = {"own": way == own, "closely": closely or way == own}
-        return ranked(given, way, hardware, needs_of=needs, **asked)
+        mine = way == own
+        exact = closely or mine
+        return ranked(given, way, hardware, own=mine, memo=memo, saving=saving, closely=exact)
 
     every = [one(way, search, closely=False) for way in listed]
     order, marked = _in_order(every), [one for one in every if one.own]
@@ -305,68 +314,6 @@ class _Listed(Sequence[Ranked]):
         most = max(last, default=-1) if isinstance(last, range) else last
         self._here += islice(self._order, max(0, most + 1 - len(self._here)))
         return self._here[place]
-
-
-class Needs:
-    """The memory that ranks need for rows of one length, cached by all that it depends on; `memo`
-    also caches prices of one step on one machine."""
-
-    def __init__(self, model: ModelShape, row_tokens: int, saving: LongerBy | None = None) -> None:
-        self._model, self._tokens, self._saving = model, row_tokens, saving
-        self.memo = Memo()
-
-    def of(self, layout: Layout, options: Options, row_tokens: int | None = None) -> Memory:
-        """Return the memory of a rank in a layout. row_tokens: another length of rows, if given."""
-        tokens = row_tokens or self._tokens
-        one = self._pass(layout, tokens, options)
-        state = self._state(layout, options) if layout.pipeline == 1 else None
-        return memory_of(self._model, layout, tokens, options=options, one=one, state=state)
-
-    def longest_row(self, layout: Layout, options: Options, card_bytes: float) -> int:
-        """Return the longest row in tokens that fits on a GPU, or 0."""
-        if self._saving:
-            options = self._saving(layout, options)
-        return longest_of(lambda row: self.of(layout, options, row).peak_bytes, layout, card_bytes)
-
-    def least(self, layout: Layout, options: Options) -> float:
-        """Return a lower bound of a rank's memory: the model's state and each layer's input, which
-        every layer with trained weights saves; in a pipeline the mean of its ranks' state."""
-        device = self._state(layout, options).device
-        if layout.pipeline > 1:
-            whole = sum(device.get(part, 0.0) for part in ("weights", "gradients", "optimizer"))
-            return whole / layout.pipeline * (1 - price.ROUNDING)
-        state = sum(device.values())
-        if options.lora or options.freeze or options.offload_activations:
-            return state
-        tokens = options.micro_batch * self._tokens // layout.context
-        split = layout.mesh_columns if options.use_seq_parallel or layout.is_mesh else 1
-        return (
-            state
-            + self._model.layers * (tokens // split) * self._model.hidden_size * options.element
-        )
-
-    def _state(self, layout: Layout, options: Options) -> State:
-        plain = replace(
-            options,
-            algorithm=WHOLE,
-            micro_batch=1,
-            recompute="",
-            use_seq_parallel=False,
-            slices=(),
-        )
-        degrees = layout.mesh_columns, layout.mesh_rows, layout.copies, layout.experts
-        key = "state", *degrees, options.several(layout), plain
-        return self.memo.once(key, lambda: state_of(self._model, layout, options))
-
-    def _pass(self, layout: Layout, tokens: int, options: Options) -> tuple[PassBytes, float]:
-        # Activations depend on the number of replicas only through expert parallelism.
-        layout = replace(layout, data=layout.experts)
-        options = replace(options, zero_stage=1, step_rows=None)
-        if options.first_layers is None:  # stages decide which layers are checkpointed
-            layout = replace(layout, pipeline=1)
-            options = replace(options, schedule=PLAIN_SCHEDULE)
-        key = "pass", layout, tokens, options
-        return self.memo.once(key, lambda: pass_bytes(self._model, layout, tokens, options))
 
 
 LOOKED = 256

@@ -19,7 +19,6 @@ from uspft.planner.layer_kinds import SHARED_EXPERT, layer_kind
 from uspft.planner.machine import Collective
 from uspft.planner.mesh import (
     LOSS_SUMS,
-    MeshPart,
     gathered_heads,
     mesh_layer,
     mesh_outside,
@@ -77,7 +76,7 @@ def parts_apart(placed: PlacedStep) -> tuple[dict[StepLayer, list[StepPart]], li
 def _layer_parts(placed: PlacedStep, layer: StepLayer) -> Iterator[StepPart]:
     """Yield the parts of one layer's forward and backward, without ZeRO's transfers."""
     if placed.on_mesh:
-        yield from _on_mesh(mesh_layer(placed))
+        yield from mesh_layer(placed)
     else:
         products = StepPart("products", _product_seconds(placed, layer.blocks))
         yield products
@@ -95,14 +94,14 @@ def _outside_parts(placed: PlacedStep) -> Iterator[StepPart]:
     """Yield the parts of embedding, head and loss, forward and backward, without ZeRO's
     transfers."""
     if placed.on_mesh:
-        yield from _on_mesh(mesh_outside(placed))
+        yield from mesh_outside(placed)
     else:
         head = head_projection(placed.step.model).on(placed.layout.mesh_columns)
         both = placed.product_seconds(placed.tokens, head.inputs, head.outputs)
         yield StepPart("products", sum(both))
         if placed.layout.tensor > 1:  # the embedding forward, the head's input gradient
             yield _sum(placed, 2)
-            yield from _on_mesh([number_sums(placed, "loss", LOSS_SUMS)])
+            yield number_sums(placed, LOSS_SUMS)
     yield _between(placed)
 
 
@@ -115,12 +114,6 @@ def _between(placed: PlacedStep, blocks: Blocks | None = None) -> StepPart:
         lambda: layer_moved(step, blocks, columns) if blocks else outside_moved(step, columns),
     )
     return StepPart("elementwise", placed.hardware.memory_seconds(moved.of(placed.tokens)))
-
-
-def _on_mesh(parts: Iterable[MeshPart]) -> Iterator[StepPart]:
-    for part in parts:
-        yield StepPart("products", part.computed)
-        yield StepPart("tensor", part.moved, part.hidden, part.bytes)
 
 
 def _product_seconds(placed: PlacedStep, blocks: Blocks) -> float:
@@ -167,7 +160,7 @@ def _sums(placed: PlacedStep, blocks: Blocks, behind: float) -> Iterator[StepPar
     apart = not (options.use_seq_parallel and placed.spread("mesh_columns").by_host)
     hides = apart * placed.hardware.hide * (1 - 1 / options.copies)
     yield part._replace(hidden=hides * min(part.seconds, behind))
-    yield from _on_mesh(gathered_heads(placed))
+    yield from gathered_heads(placed)
 
 
 def _sum(placed: PlacedStep, count: float, copies: int = 1) -> StepPart:

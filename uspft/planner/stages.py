@@ -20,6 +20,7 @@ from uspft.pipeline.schedules import Action, Schedule, forward_and_backward, gro
 from uspft.pipeline.simulator import Timeline, simulate
 from uspft.pipeline.stages import Each, Stages, dealt_out
 from uspft.planner.machine import Spread
+from uspft.planner.options import Options
 from uspft.planner.products import block_projections, head_projection, step_flops
 from uspft.planner.step_shape import DrawnRows, PlacedStep
 from uspft.planner.trained import StageLayers
@@ -43,21 +44,18 @@ def stages_of(
     windows: Sequence[int | None],
     rows: DrawnRows,
     ranks: int,
-    schedule: Schedule,
-    *,
-    again: bool,
+    options: Options,
 ) -> Stages:
     """Return the layers of each stage: as the schedule says, or balanced by FLOPs, those of the
-    head counted to the last stage.
+    head counted to the last stage. A checkpointed layer counts its forward twice.
 
-    windows: of each layer. rows: those over which attention's FLOPs are averaged. again: whether
-    layers are recomputed in the backward.
+    windows: of each layer. rows: those over which attention's FLOPs are averaged.
     """
-    if schedule.sizes:
-        return Stages.of_sizes(schedule.sizes, ranks)
+    if sizes := options.schedule.sizes:
+        return Stages.of_sizes(sizes, ranks)
     costs, head = layer_flops(model, windows, rows)
-    more = AGAIN if again else 1.0
-    return _dealt(tuple(more * cost for cost in costs), ranks, schedule.virtual, last=head)
+    more = AGAIN if options.checkpoints_all else 1.0
+    return _dealt(tuple(more * cost for cost in costs), ranks, options.schedule.virtual, last=head)
 
 
 _dealt = lru_cache(maxsize=1024)(dealt_out)

@@ -9,20 +9,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from uspft.families import NO_KEYS
+from uspft.families import NO_KEYS, layer_blocks
 from uspft.layout import ALIKE, COPIES, Layout
 from uspft.pipeline.schedules import Schedule
 from uspft.pipeline.stages import Stages
 from uspft.planner.elementwise import update_bytes
 from uspft.planner.machine import Collective
-from uspft.planner.products import (
-    head_projection,
-    met_parameters,
-    parameters_of,
-    step_flops,
-)
+from uspft.planner.products import met_parameters, step_flops
 from uspft.planner.row_time import forward_and_backward, parts_apart
 from uspft.planner.stages import (
     PipelineCosts,
@@ -34,6 +29,7 @@ from uspft.planner.stages import (
     stages_of,
 )
 from uspft.planner.step_shape import (
+    ROUNDING,
     Memo,
     PlacedStep,
     StepLayer,
@@ -42,6 +38,7 @@ from uspft.planner.step_shape import (
     StepTime,
     seconds_of,
 )
+from uspft.planner.trained import all_layers, counts_of
 
 NOT_PREDICTED = (
     "the time of offloading, and the products of MLPs in tiles that are made again",
@@ -51,8 +48,6 @@ NOT_PREDICTED = (
 )
 HIDING = ("products", "elementwise")
 """The parts with which ZeRO's transfers overlap."""
-ROUNDING = 1e-9
-"""The relative error of sums of the same seconds in another order."""
 WaitsOf = Callable[[PipelineCosts, Schedule, int], PipelineWaits]
 """A function that returns what a pipeline's slowest rank waits for, given a number of
 micro-batches."""
@@ -122,7 +117,7 @@ def pipeline_costs(placed: PlacedStep) -> tuple[PipelineCosts, list[StepPart], S
     each step.
     """
     step, layout, memo = placed.step, placed.layout, placed.memo
-    stages = dealt_stages(step, layout, step.options.checkpointing, memo)
+    stages = dealt_stages(step, layout, memo)
     one_of, outside = parts_apart(placed)
     by_rank, by_stage = memo.once(("layers", stages), lambda: _layers_of(stages, step.layers))
     ranks = dict[tuple[_Layers, bool, bool], tuple[list[StepPart], StoredParts]]()
@@ -154,18 +149,17 @@ def pipeline_costs(placed: PlacedStep) -> tuple[PipelineCosts, list[StepPart], S
     return (
         costs,
         most,
-        max((held for _, held in ranks.values()), key=lambda held: held[0].gradients),
+        max((held for _, held in ranks.values()), key=lambda held: held[0].trained),
     )
 
 
-def dealt_stages(step: StepShape, layout: Layout, again: bool, memo: Memo) -> Stages:
+def dealt_stages(step: StepShape, layout: Layout, memo: Memo) -> Stages:
     """Return the layers of each stage: as the schedule says, else balanced by FLOPs for the step's
-    rows. again: whether layers are recomputed."""
-    schedule = step.options.schedule
-    asked = step.windows, step.drawn, layout.pipeline, schedule
+    rows."""
+    options, ranks = step.options, layout.pipeline
     return memo.once(
-        ("stages", layout.pipeline, schedule, again),
-        lambda: stages_of(step.model, *asked, again=again),
+        ("stages", ranks, options.schedule, options.checkpoints_all),
+        lambda: stages_of(step.model, step.windows, step.drawn, ranks, options),
     )
 
 
@@ -212,19 +206,20 @@ def _hiding_seconds(parts: Sequence[StepPart]) -> float:
     return sum(part.seconds for part in parts if part.name in HIDING)
 
 
-class StoredBytes(NamedTuple):
-    """The bytes of a rank's part of the model, before ZeRO divides them."""
+class StoredPart(NamedTuple):
+    """The parameters of a rank that ZeRO divides over the same ranks."""
 
-    gradients: float
-    weights: float
+    every: int
+    """Their elements on this rank, before ZeRO divides them."""
+    trained: int
     pieces: int
     """The number of pieces in which ZeRO gathers and reduces them: layers, and the rest."""
     axes: tuple[str, ...]
     """The axes along which ranks store the same part, which ZeRO divides."""
 
 
-StoredParts = tuple[StoredBytes, ...]
-"""A rank's part of the model; with expert parallelism, experts are a second entry."""
+StoredParts = tuple[StoredPart, ...]
+"""A rank's parameters; with expert parallelism, experts are a second entry."""
 
 
 def zero_in_each_pass(placed: PlacedStep, stored: StoredParts = ()) -> list[StepPart]:
@@ -234,10 +229,11 @@ def zero_in_each_pass(placed: PlacedStep, stored: StoredParts = ()) -> list[Step
     layer's weights forward and backward, and reduce-scatters its gradients. stored: what a rank of
     a pipeline stores; empty: all layers.
     """
-    stage, found = placed.options.zero_stage, list[StepPart]()
-    for gradients, weights, n, axes in stored or _stored(placed):
+    options, stage, found = placed.options, placed.options.zero_stage, list[StepPart]()
+    for every, trained, n, axes in stored or _stored(placed):
         if placed.spread(*axes).ranks == 1 or stage < 2:
             continue
+        gradients, weights = options.gradient_bytes * trained, options.element * every
         if stage == 2:
             found.append(placed.sent("gradients", "all_reduce", gradients, axes))
             continue
@@ -263,55 +259,46 @@ def zero_once(placed: PlacedStep, stored: StoredParts = (), *, passes: int = 1) 
     Then come the update, which includes summing the passes' gradients in memory, and the all-gather
     of updated weights (stages 1 and 2). stored: as in `zero_in_each_pass`. passes: of a step.
     """
-    step, stage = placed.step, placed.options.zero_stage
+    options, stage = placed.options, placed.options.zero_stage
     summed, update, gathered = StepPart("gradients", 0.0), 0.0, list[StepPart]()
-    kind: Collective = "reduce_scatter" if step.scatters else "all_reduce"
-    for own in stored or _stored(placed):
-        ranks = placed.spread(*own.axes).ranks
+    kind: Collective = "reduce_scatter" if placed.step.scatters else "all_reduce"
+    for _, trained, _, axes in stored or _stored(placed):
+        ranks = placed.spread(*axes).ranks
         if ranks > 1 and stage < 2:
-            summed = summed.plus(placed.sent("gradients", kind, own.gradients, own.axes))
-        moved = update_bytes(step, own.gradients / step.options.gradient_bytes, ranks, passes)
+            gradients = options.gradient_bytes * trained
+            summed = summed.plus(placed.sent("gradients", kind, gradients, axes))
+        moved = update_bytes(placed.step, trained, ranks, passes)
         update += placed.hardware.memory_seconds(moved)
         if ranks > 1 and stage in (1, 2):
-            new = own.weights * step.trained
-            gathered.append(placed.sent("weights", "all_gather", new, own.axes))
+            gathered.append(placed.sent("weights", "all_gather", options.element * trained, axes))
     return [summed, StepPart("update", update), *gathered]
 
 
 def _stored(placed: PlacedStep, stages: Stages | None = None, place: int = 0) -> StoredParts:
-    """Return stored_bytes of a layout, computed once for all layouts that store parameters
+    """Return stored_parts of a layout, computed once for all layouts that store parameters
     alike."""
     step, layout = placed.step, placed.layout
     key = layout.mesh_rows, layout.mesh_columns, layout.experts, stages, place
-    return placed.memo.once(("stored", *key), partial(stored_bytes, step, layout, stages, place))
+    return placed.memo.once(("stored", *key), partial(stored_parts, step, layout, stages, place))
 
 
-def stored_bytes(
+def stored_parts(
     step: StepShape, layout: Layout, stages: Stages | None = None, place: int = 0
 ) -> StoredParts:
-    """Return the bytes of weights and gradients that a rank stores.
-
-    place: the rank's index along a pipeline. The first stage has the embedding, the last one the
-    norm and the head, whose gradient is the embedding's if the two are tied.
-    """
-    model, mine = step.model, stage_layers(stages, place) if stages else None
-    every = parameters_of(model, layout.mesh_columns, mine and mine.layers)
-    layers, outside, copied = len(mine.layers) if mine else model.layers, every.outside, 0
-    if mine:
-        table = head_projection(model).on(layout.mesh_columns).parameters
-        outside = mine.first * table + mine.last * (table + model.hidden_size)
-        copied = mine.last * model.tied * table
-    divided = every.experts if layout.experts > 1 else 0
-    rest = outside + every.layers - divided
-    whole, own = ((rest - less) / layout.mesh_rows for less in (0, copied))
-
-    def stored(weights: float, trained: float, *how: Any) -> StoredBytes:
-        gradients = step.options.gradient_bytes * trained * step.trained
-        return StoredBytes(gradients, step.options.element * weights, *how)
-
-    found = stored(whole, own, layers + bool(outside), COPIES)
-    here = divided / layout.experts
-    return (found, stored(here, here, every.with_experts, ALIKE)) if divided else (found,)
+    """Return the parameters that a rank stores, but for the last stage's copy of a tied table,
+    which is none of ZeRO's. place: the rank's index along a pipeline."""
+    model, options = step.model, step.options
+    mine = stage_layers(stages, place) if stages else all_layers(model)
+    held = layout.mesh_columns, options.lora, options.freeze
+    counts = counts_of(model, *held, mine, layout.experts).divided(layout.mesh_rows)
+    divided, trained = counts.experts, counts.experts_trained
+    pieces = len(mine.layers) + (mine.first or mine.last)
+    found = StoredPart(counts.every - divided, counts.trained - trained, pieces, COPIES)
+    if not divided:
+        return (found,)
+    blocks = layer_blocks(model)
+    with_experts = sum(blocks[layer].experts for layer in mine.layers)
+    return found, StoredPart(divided, trained, with_experts, ALIKE)
 
 
 def hidden_behind(step: StepShape, parts: Sequence[StepPart], behind: float) -> Iterator[StepPart]:

@@ -158,11 +158,6 @@ class StepShape:
     """Whether the attention of packed rows, or under a window, is counted by assigning rows to
     ranks exactly; False: by closed forms."""
 
-    def of_window(self, window: int | None) -> StepShape:
-        """Return the step with the sizes of those layers that have this window."""
-        model = self.model.of_window(window)
-        return self if model is self.model else replace(self, model=model)
-
     @property
     def layers(self) -> tuple[StepLayer, ...]:
         """The kind of each layer."""
@@ -201,6 +196,8 @@ class StepShape:
         return self.options.micro_batch * self.row.length / layout.context
 
 
+ROUNDING = 1e-9
+"""The relative error of sums of the same numbers in another order."""
 Priced = TypeVar("Priced")
 
 

@@ -184,6 +184,11 @@ class StageLayers(NamedTuple):
     parameter."""
 
 
+def all_layers(shape: ModelShape) -> StageLayers:
+    """Return what a rank has where there are no stages."""
+    return StageLayers(tuple(range(shape.layers)), first=True, last=True)
+
+
 class _Held(NamedTuple):
     """A parameter as a tensor rank stores it; both factors of an adapter count as one."""
 
@@ -204,26 +209,27 @@ def counts_of(
 ) -> ParameterCounts:
     """Return the parameter counts of a tensor rank, without biases. stage: its layers; None: all.
     experts: the number of ranks that divide a layer's experts."""
-    mine = stage or StageLayers(tuple(range(shape.layers)), first=True, last=True)
-    outside, every_layer = _outside_layers(shape, tensor, lora, freeze, mine), list[_Held]()
+    mine = stage or all_layers(shape)
+    outside = _outside_layers(shape, tensor, lora, freeze, mine)
     numbers, held = _of_layers(shape, tensor, lora, freeze, experts)
-    many, sizes = Counter(numbers[layer] for layer in mine.layers), Counter[int]()
-    for kind, number in many.items():
-        every_layer += held[kind] * number
-    every = [*outside, *every_layer]
-    sizes.update(one.elements for one in every if one.trains)
-    divided = [one for one in every_layer if one.of_experts and experts > 1]
+    many, sizes = Counter(map(numbers.__getitem__, mine.layers)), Counter[int]()
+    in_layers = [(one, number) for kind, number in many.items() for one in held[kind]]
+    every = [*((one, 1) for one in outside), *in_layers]
+    for one, number in every:
+        if one.trains:
+            sizes[one.elements] += number
+    divided = [(one, number) for one, number in in_layers if one.of_experts and experts > 1]
     ends = mine.first or mine.last
     return ParameterCounts(
-        every=sum(one.elements for one in every),
+        every=sum(one.elements * number for one, number in every),
         trained=sum(size * number for size, number in sizes.items()),
         largest_trained=max(sizes, default=0),
         layer=max((sum(one.elements for one in held[kind]) for kind in many), default=0),
-        largest=max((one.elements for one in every_layer if not one.adapter), default=0),
+        largest=max((one.elements for one, _ in in_layers if not one.adapter), default=0),
         head=head_projection(shape).on(tensor).parameters * ends,
-        experts=sum(one.elements for one in divided),
-        experts_trained=sum(one.elements for one in divided if one.trains),
-        vectors=any(one.vector and one.trains for one in every_layer),
+        experts=sum(one.elements * number for one, number in divided),
+        experts_trained=sum(one.elements * number for one, number in divided if one.trains),
+        vectors=any(one.vector and one.trains for one, _ in in_layers),
         tied=shape.tied and mine.first and mine.last and outside[0].trains,
         sizes=tuple(sizes.items()),
     )
@@ -263,7 +269,8 @@ def _of_layers(
                 size = lora.rank * (one.inputs + one.outputs) * one.copies
                 held.append(_Held(size, name in trained.adapters, routed, adapter=True))
         found.append(held)
-    return [kinds.index(one) for one in every], found
+    places = {one: place for place, one in enumerate(kinds)}
+    return [places[one] for one in every], found
 
 
 def _outside_layers(

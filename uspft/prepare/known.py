@@ -18,7 +18,7 @@ from uspft.layout import Layout
 from uspft.model.tile_sizes import mlp_tile_tokens, tile_tokens
 from uspft.planner.machine import Hardware, device_of, read_hardware
 from uspft.planner.options import RECOMPUTES, Options, options_of
-from uspft.planner.products import layer_projections
+from uspft.planner.products import inner_matrices
 from uspft.planner.step_shape import StepShape
 from uspft.prepare.host import CONFIGS
 from uspft.segments import Segments
@@ -156,7 +156,7 @@ def settled_memory(recipe: Recipe, shape: ModelShape) -> Recipe:
 
 def _mlp_tile(wish: str | int, shape: ModelShape) -> int | None:
     """Return the tokens per tile of a model's MLPs; None for all at once."""
-    last = layer_projections(shape)[-1]
+    last = inner_matrices(shape, experts=shape.routed)[-1]
     return mlp_tile_tokens(wish, last.per_token * last.inputs)
 
 

@@ -4,7 +4,7 @@ data, by which `auto` chooses, and which `plan` prints."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,10 +19,9 @@ from uspft.job import ChunkPrices, Prices
 from uspft.launcher.hosts import host_memory
 from uspft.launcher.meeting import Meeting
 from uspft.planner.machine import Hardware
-from uspft.planner.memory.formula import row_memory
 from uspft.planner.options import options_of
 from uspft.planner.rank import Ranking, ranking
-from uspft.planner.row_time import chunk_prices, row_time
+from uspft.planner.row_time import chunk_prices
 from uspft.planner.step import micro_step_seconds
 from uspft.planner.step_shape import DrawnRows, PlacedStep, StepShape
 from uspft.planner.ways import Space, Way, WhyNot, way_of
@@ -39,7 +38,7 @@ from uspft.sequence import of_recipe
 from uspft.switching.choose.choice import beside_static, choose
 from uspft.switching.choose.drawn_steps import DrawnSteps, segments_of
 from uspft.switching.choose.layout_set import LayoutSet
-from uspft.switching.choose.priced import Setting, priced
+from uspft.switching.choose.priced import PricedLayout, Setting, priced
 from uspft.switching.deal.micro_steps import rows_of_samples
 
 
@@ -131,23 +130,13 @@ def prices_of(found: Examined) -> Prices | None:
     """
     if not strategies_of(found.recipe):
         return None
-    step, hardware = step_of(found), hardware_of(found)
-    rows, pairs, beside, layouts, taken = [], [], [], [], []
-    for alone, layout in found.each_layout:
-        length, way = alone.data.sequence_length, way_of(alone, layout)
-        options = options_of(alone, layout)
-        placed = way.placed(replace(step, options=options), hardware)
-        empty, full = (
-            row_time(placed, row) for row in (Segments((0,), length), Segments.single(length))
-        )
-        layouts.append(layout)
-        rows.append(empty.row)
-        pairs.append((full.row - empty.row) / (length * (length + 1) // 2))
-        beside.append(full.beside)
-        taken.append(row_memory(options, step.model, way.row, layout, length)[0])
-    stored = min(layouts, key=lambda layout: layout.tensor)
-    together = micro_step_seconds(PlacedStep(step, stored, hardware))
-    return Prices(tuple(rows), tuple(pairs), max(beside), together, tuple(taken))
+    setting = _setting(found)
+    every = _priced_each(found, setting, lambda length: Segments((0,), length))
+    rows, pairs = zip(*(one.line for one in every), strict=True)
+    stored = min((one.layout for one in every), key=lambda layout: layout.tensor)
+    together = micro_step_seconds(setting.placed(stored))
+    taken = tuple(one.row_bytes for one in every)
+    return Prices(rows, pairs, max(one.beside for one in every), together, taken)
 
 
 LOOKED_AT = 16_384
@@ -274,14 +263,23 @@ def mix_seconds(found: Examined, place: Invocation) -> float | None:
 
 def _listed(found: Examined, setting: Setting, drawn: DrawnSteps) -> LayoutSet:
     """Return the layouts that a recipe lists, with their costs."""
-    buckets = []
-    for alone, layout in found.each_layout:
-        length, step = alone.data.sequence_length, setting.step
-        here = replace(setting, step=replace(step, options=options_of(alone, layout)))
-        buckets.append(priced(here, way_of(alone, layout), length, drawn.typical(length)))
+    buckets = _priced_each(found, setting, drawn.typical)
     moves = found.recipe.parallel_config.switching == "move"
     stored = min(one.layout.tensor for one in buckets)
-    return LayoutSet(setting, tuple(buckets), stored, moves)
+    return LayoutSet(setting, buckets, stored, moves)
+
+
+def _priced_each(
+    found: Examined, setting: Setting, typical: Callable[[int], Segments]
+) -> tuple[PricedLayout, ...]:
+    """Return the layouts that a recipe lists, each priced for rows of its length. typical: returns
+    a row of a length, with typical documents."""
+    every = []
+    for alone, layout in found.each_layout:
+        step = replace(setting.step, options=options_of(alone, layout))
+        here, length = replace(setting, step=step), alone.data.sequence_length
+        every.append(priced(here, way_of(alone, layout), length, typical(length)))
+    return tuple(every)
 
 
 def has_strategies(found: Examined) -> bool:

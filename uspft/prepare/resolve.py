@@ -274,8 +274,7 @@ def with_stages(recipe: Recipe, layout: Layout, known: Known) -> Recipe:
             sample = DrawnRows(tuple(known.rows)) if known.rows else None
             step = replace(step_shape(recipe, known.shape), sample=sample)
             step = step.under(schedule=Schedule(virtual=parallel.pp_interleave_num))
-            again, stages = recipe.memory.gradient_checkpointing is True, parallel.pipeline_stage
-            found = dealt_stages(step, Layout(pipeline=stages), again, Memo())
+            found = dealt_stages(step, Layout(pipeline=parallel.pipeline_stage), Memo())
         if isinstance(found, Stages):
             dealt = Schedule(sizes=found.sizes).by_rank(found.ranks)
             settled |= {"layers_per_stage": dealt, "offset": None}

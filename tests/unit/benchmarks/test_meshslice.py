@@ -24,7 +24,8 @@ from benchmarks.meshslice.simulate import (
     waited,
 )
 from benchmarks.meshslice.torus import Torus
-from uspft.planner.mesh import MeshPart, Stationary
+from uspft.planner.mesh import Stationary
+from uspft.planner.step_shape import StepTime
 
 MIXED = {"row": "slow", "column": "fast"}
 SMALL = Product("output", 1 << 12, 1 << 10, 1 << 12)
@@ -143,8 +144,8 @@ def test_the_simulation_calls_the_tuner(monkeypatch: pytest.MonkeyPatch) -> None
     """A tuner that reverses the price has it take the worst slices."""
     run = Run.weak(GPT_3, 16)
     before = chosen(run)
-    seconds = MeshPart.seconds.fget
-    monkeypatch.setattr(MeshPart, "seconds", property(lambda part: -seconds(part)))
+    seconds = StepTime.seconds.fget
+    monkeypatch.setattr(StepTime, "seconds", property(lambda time: -seconds(time)))
     assert chosen(run).seconds > 1.2 * before.seconds
 
 

@@ -21,18 +21,21 @@ from uspft.planner.machine import Hardware
 from uspft.planner.mesh import (
     FLOWS,
     Flow,
-    MeshPart,
     MeshProduct,
     Slice,
     flow_seconds,
     kept_of,
-    mesh_parts,
+    mesh_layer,
+    mesh_outside,
     mesh_products,
+    mesh_time,
+    number_sums,
+    product_time,
     tuned,
     why_not_kept,
 )
 from uspft.planner.products import ProductShape, met_parameters
-from uspft.planner.step_shape import PlacedStep, StepShape
+from uspft.planner.step_shape import PlacedStep, StepShape, StepTime
 from uspft.planner.ways import why_no_matrices
 from uspft.segments import Segments
 
@@ -72,8 +75,8 @@ def test_a_gather_along_a_mesh_row_is_the_specifications(tmp_path: Path) -> None
     """Eight chips, 16 MiB a shard, 79.751 GB/s: 1.521 ms; nothing crosses a mesh of one row."""
     product = MeshProduct("out", "input", 8 << 10, (ProductShape(1024, 8 << 10, "inputs"),))
     output = product.times(1 << 13, 1, Layout(mesh_columns=8), tpu(tmp_path), 2)[1]
-    assert output.moved == pytest.approx(1.521e-3, rel=1e-3)
-    assert output.bytes == 8 * 16 * MIB
+    assert output.of("tensor") == pytest.approx(1.521e-3, rel=1e-3)
+    assert output.bytes_of("tensor") == 8 * 16 * MIB
 
 
 @pytest.mark.parametrize(
@@ -107,15 +110,17 @@ def test_one_slice_is_the_collective_one_after_the_other(tmp_path: Path) -> None
     layout, cluster = Layout(mesh_columns=4, ring=4, mesh_rows=4), tpu(tmp_path)
     for product in (QKV, OUT, GATE_UP, DOWN):
         for time in product.times(4096, 1, layout, cluster, 2):
-            assert time.seconds == pytest.approx(time.moved + time.computed) and time.hidden == 0
+            whole = time.of("tensor", "products")
+            assert time.seconds == pytest.approx(whole) and time.hidden == 0
 
 
 def test_slices_hide_transfers_and_cost_launches(tmp_path: Path) -> None:
     layout, cluster = Layout(mesh_columns=4, ring=4, mesh_rows=4), tpu(tmp_path)
     alone, four = (GATE_UP.times(1 << 16, count, layout, cluster, 2) for count in (1, 4))
     for one, cut in zip(alone, four, strict=True):
-        assert cut.seconds < one.seconds and 0 < cut.hidden < cut.moved
-        assert cut.moved > one.moved and cut.bytes == one.bytes
+        assert cut.seconds < one.seconds and 0 < cut.hidden < cut.of("tensor")
+        assert cut.of("tensor") > one.of("tensor")
+        assert cut.bytes_of("tensor") == one.bytes_of("tensor")
     tiny = [GATE_UP.times(16, count, layout, cluster, 2)[0].seconds for count in (1, 64)]
     assert tiny[1] > tiny[0]
 
@@ -128,7 +133,9 @@ def test_what_moves_in_each_flow(tmp_path: Path) -> None:
         assert product.features(2) == wide / 2
         activations, weight = 2 * tokens * 4096, 2 * 4096 * wide / 2
         times = product.times(tokens, 1, layout, H100, 2)
-        sent = dict(zip(FLOWS[product.kept], (time.bytes for time in times), strict=True))
+        sent = dict(
+            zip(FLOWS[product.kept], (time.bytes_of("tensor") for time in times), strict=True)
+        )
         assert sent == {
             "output": activations + weight,
             "left": activations + weight,
@@ -147,7 +154,7 @@ def test_links_are_shared_unless_one_direction_leaves_the_host(tmp_path: Path) -
     both inside."""
     cluster = made(tmp_path)
 
-    def beside(layout: Layout) -> MeshPart:
+    def beside(layout: Layout) -> StepTime:
         return QKV.times(4096, 1, layout, cluster, 2)[FLOWS["output"].index("output")]
 
     inside, across = beside(Layout(2, ring=2, mesh_rows=2)), beside(Layout(4, ring=4, mesh_rows=4))
@@ -229,7 +236,9 @@ def test_slices_are_cut_out_and_put_in_place_by_copies(tmp_path: Path) -> None:
     slow = cluster.model_copy(update={"memory": memory})
     rows, weights = 2 * 1000 * 4096 / 4, 2 * 4096 * 28672 / 4 / 4
     whole, cut = (GATE_UP.times(1000, count, layout, slow, 2) for count in (1, 4))
-    left = [one.computed - other.computed for one, other in zip(cut, whole, strict=True)][1]
+    left = [
+        one.of("products") - other.of("products") for one, other in zip(cut, whole, strict=True)
+    ][1]
     again = 3 * 2 * 1000 * 28672 / 4  # the gradient beside it is read in each product
     assert left == pytest.approx((2 * (rows + weights) + again) / 1e12, rel=1e-6)
 
@@ -244,7 +253,7 @@ def test_a_weight_that_stays_has_features_over_rows_and_tokens_over_columns(
     layout, tokens = Layout(mesh_columns=2, ring=4, mesh_rows=4), 256
     inputs, outputs = 2 * 1024 * 4096 / 4, 2 * 1024 * 16384 / 2
     for time in product.times(tokens, 2, layout, tpu(tmp_path), 2):
-        assert time.bytes == inputs + outputs
+        assert time.bytes_of("tensor") == inputs + outputs
     assert product.legal_slices(4, 2, 1024) == [1, 2, 4, 8, 16, 32, 64, 128, 256]
     assert product.legal_slices(4, 2, 1022) == []
     few = [
@@ -260,72 +269,77 @@ PLAIN_STEP = step_of(LLAMA, LENGTH, step_rows=8, checkpointing=False)
 MESH = Layout(4, ring=2, mesh_rows=2)
 
 
-def parts(
+def placed(
     step: StepShape = PLAIN_STEP, layout: Layout = MESH, slices: tuple[int, ...] = WHOLE
-) -> dict[str, MeshPart]:
-    found: dict[str, MeshPart] = {}
-    for part in mesh_parts(PlacedStep(step.under(slices=slices), layout, H100)):
-        found[part.name] = found[part.name].plus(part) if part.name in found else part
-    return found
+) -> PlacedStep:
+    return PlacedStep(step.under(slices=slices), layout, H100)
+
+
+def by_product(of: PlacedStep) -> dict[str, StepTime]:
+    """The time of each product in one layer."""
+    each = zip(mesh_products(LLAMA), of.options.slices or (), strict=True)
+    return {product.name: product_time(of, product, count) for product, count in each}
 
 
 def test_bytes_of_the_products() -> None:
     """Activations of a mesh row three times, twice where both gradients share what is gathered;
     weights twice in bfloat16 and their gradient once in float32; the tokens are half a row's."""
-    found = parts()
+    found = by_product(placed())
     features = {"qkv": 6144, "out": 4096, "gate_up": 28672, "down": 14336}
-    assert list(found)[:4] == list(features)
+    assert list(found) == list(features)
     for name, wide in features.items():
         times = 2 if name in ("out", "down") else 3
         activations, weight = times * 2 * LENGTH / 2 * 4096, (2 + 2 + 4) * 4096 * wide / 4
-        assert found[name].bytes == pytest.approx(32 * (activations + weight)), name
+        assert found[name].bytes_of("tensor") == pytest.approx(activations + weight), name
         assert found[name].hidden == 0, "one slice"
 
 
 def test_bytes_of_norms_loss_and_tables() -> None:
-    found, tokens = parts(), LENGTH / 2
-    assert found["norms"].bytes == (2 * 32 * 2 + 2) * 4 * tokens
-    assert found["loss"].bytes == 3 * 4 * tokens
-    table, activations = 2 * 128256 * 4096 / 4, 2 * tokens * 4096
-    for name in ("embedding", "head"):
-        assert found[name].bytes == 2 * table + 2 * activations
-    frozen = parts(PLAIN_STEP.under(freeze=("",)))
-    assert frozen["embedding"].bytes == table + activations
-    assert frozen["head"].bytes == table + 2 * activations
+    tokens = LENGTH / 2
+    in_layer = StepTime(tuple(mesh_layer(placed()))).bytes_of("tensor")
+    products = sum(one.bytes_of("tensor") for one in by_product(placed()).values())
+    assert in_layer - products == pytest.approx(2 * 2 * 4 * tokens)
+    table, activations, sums = 2 * 128256 * 4096 / 4, 2 * tokens * 4096, (2 + 3) * 4 * tokens
+    for step, tables, moved in ((PLAIN_STEP, 4, 4), (PLAIN_STEP.under(freeze=("",)), 2, 3)):
+        outside = StepTime(tuple(mesh_outside(placed(step)))).bytes_of("tensor")
+        assert outside == pytest.approx(sums + tables * table + moved * activations)
 
 
 def test_an_axis_of_one_moves_nothing() -> None:
-    flat, tall = parts(layout=Layout(8)), parts(layout=Layout(1, ring=8, mesh_rows=8))
-    assert flat["down"].bytes == pytest.approx(32 * 2 * 2 * LENGTH * 4096)
-    assert tall["down"].bytes == pytest.approx(32 * 8 * 4096 * 14336)
-    for sums in ("norms", "loss"):
-        assert flat[sums].moved and not (tall[sums].moved or tall[sums].bytes)
+    flat, tall = placed(layout=Layout(8)), placed(layout=Layout(1, ring=8, mesh_rows=8))
+    down = [by_product(of)["down"].bytes_of("tensor") for of in (flat, tall)]
+    assert down == pytest.approx([2 * 2 * LENGTH * 4096, 8 * 4096 * 14336])
+    of_flat, of_tall = number_sums(flat, 3), number_sums(tall, 3)
+    assert of_flat.seconds and not (of_tall.seconds or of_tall.bytes)
 
 
 def test_products_take_what_their_flops_take() -> None:
-    computed = sum(part.computed for part in parts().values())
+    computed = mesh_time(placed()).of("products")
     flops = 6 * met_parameters(LLAMA) * LENGTH / 8
     assert computed == pytest.approx(flops / (0.803 * 989e12), rel=0.02)
-    again = sum(part.computed for part in parts(PLAIN_STEP.under(checkpointing=True)).values())
+    again = mesh_time(placed(PLAIN_STEP.under(checkpointing=True))).of("products")
     layers = met_parameters(LLAMA) - 128256 * 4096
     assert again - computed == pytest.approx(2 * layers * LENGTH / 8 / (0.803 * 989e12), rel=0.02)
 
 
 def test_slices_hide_and_nothing_hides_more_than_there_is() -> None:
-    for part in parts(slices=(8, 8, 16, 8)).values():
-        assert 0 <= part.hidden <= min(part.moved, part.computed) + 1e-12
-        assert (part.hidden > 0) == (part.name in ("qkv", "out", "gate_up", "down"))
+    cut, whole = placed(slices=(8, 8, 16, 8)), placed()
+    for one in by_product(cut).values():
+        assert 0 < one.hidden <= min(one.of("tensor"), one.of("products")) + 1e-12
+    outside = sum(part.hidden for part in mesh_outside(cut))
+    assert outside == mesh_time(whole).hidden == 0
 
 
 def test_a_frozen_weight_has_no_gradient_to_move(tmp_path: Path) -> None:
     frozen = PLAIN_STEP.under(freeze=("",))
     cluster = made(tmp_path)
     two, three = (
-        mesh_parts(PlacedStep(step.under(slices=WHOLE), MESH, cluster))[3]
+        by_product(PlacedStep(step.under(slices=WHOLE), MESH, cluster))["down"]
         for step in (frozen, PLAIN_STEP)
     )
-    assert two.bytes == pytest.approx(32 * 2 * (2 * LENGTH / 2 * 4096 + 2 * 4096 * 14336 / 4))
-    assert two.computed / three.computed == pytest.approx(2 / 3, rel=0.01)
+    moved = 2 * (2 * LENGTH / 2 * 4096 + 2 * 4096 * 14336 / 4)
+    assert two.bytes_of("tensor") == pytest.approx(moved)
+    assert two.of("products") / three.of("products") == pytest.approx(2 / 3, rel=0.01)
 
 
 QWEN = hub("Qwen/Qwen2.5-7B")
@@ -334,9 +348,7 @@ STEP = step_of(LLAMA, 1 << 15, step_rows=8)
 
 
 def total(step: StepShape, layout: Layout, slices: tuple[int, ...]) -> float:
-    return sum(
-        part.seconds for part in mesh_parts(PlacedStep(step.under(slices=slices), layout, H100))
-    )
+    return mesh_time(placed(step, layout, slices)).seconds
 
 
 def meshes(ranks: int) -> list[Layout]:

@@ -18,14 +18,14 @@ from tests.support.shapes import (
     hub,
     shape,
 )
-from uspft.families import expert_layers
+from uspft.families import Blocks, expert_layers
 from uspft.planner.products import (
+    block_projections,
     expert_parameters,
     head_projection,
-    layer_projections,
     met_parameters,
-    parameters_of,
 )
+from uspft.planner.trained import counts_of
 
 
 @pytest.mark.parametrize(
@@ -39,8 +39,7 @@ from uspft.planner.products import (
 )
 def test_parameters_are_those_published(name: str, published: int) -> None:
     model = hub(name)
-    every = parameters_of(model)
-    assert every.outside + every.layers == pytest.approx(published, rel=1e-4)
+    assert counts_of(model, 1, None, ()).every == pytest.approx(published, rel=1e-4)
     embedding = model.vocab_size * model.hidden_size
     looked_up = 0 if model.tied else embedding
     assert met_parameters(model) == pytest.approx(published - looked_up, rel=1e-4)
@@ -52,20 +51,22 @@ def test_of_experts_a_token_meets_some(tmp_path: Path) -> None:
     experts = 3 * model.hidden_size * model.intermediate_size
     router = 8 * model.hidden_size
     assert met_parameters(model) - met_parameters(dense) == model.layers * (experts + router)
-    more = parameters_of(model).layers - parameters_of(dense).layers
-    assert more == model.layers * (7 * experts + router)
+    more = counts_of(model, 1, None, ()).layer - counts_of(dense, 1, None, ()).layer
+    assert more == 7 * experts + router
 
 
 def test_tensor_ranks_divide_matrices_and_replicate_kv_heads(tmp_path: Path) -> None:
     model = shape(tmp_path, QWEN3)  # 32 query and 8 KV heads of 128
-    query, key, value, out, gate, up, down = (one.on(16) for one in layer_projections(model))
+    plain = block_projections(model, Blocks(state=False, experts=False))
+    query, key, value, out, gate, up, down = (one.on(16) for one in plain)
     assert (query.inputs, query.outputs) == (4096, 2 * 128)
     assert key.outputs == value.outputs == 128, "a head is not cut"
     assert (out.inputs, out.outputs) == (2 * 128, 4096)
     assert gate.outputs == up.outputs == down.inputs == 12288 // 16
     assert head_projection(model).on(2).outputs == model.vocab_size // 2
-    whole, half = (parameters_of(model, ranks, [0]).layers for ranks in (1, 2))
-    assert 2 * half - whole == 2 * model.hidden_size, "norms alone are whole on both"
+    whole, half = (counts_of(model, ranks, None, ()).layer for ranks in (1, 2))
+    norms = 2 * model.hidden_size + 2 * model.head_dim
+    assert 2 * half - whole == norms, "norms alone are whole on both"
 
 
 def test_fields_that_a_family_lacks_say_nothing(tmp_path: Path) -> None:
@@ -101,8 +102,6 @@ def test_projections_of_each_layer_are_those_of_transformers(kind: str, tmp_path
         any("experts" in name for name, _ in one.named_parameters()) for one in net.model.layers
     ]
     assert expert_layers(model) == tuple(here)
-    assert parameters_of(model).with_experts == sum(here)
     assert any(here) > all(here) or "dense" not in kind
     experts = sum(one.numel() for name, one in net.named_parameters() if ".experts." in name)
-    assert parameters_of(model).experts == experts
     assert not experts or experts == sum(here) * expert_parameters(model)

@@ -24,7 +24,7 @@ from uspft.planner.memory import formula
 from uspft.planner.memory.formula import memory_of, memory_of_ranks
 from uspft.planner.options import RECOMPUTES, Options
 from uspft.planner.rank import Choice, ranked, ranking, recommend
-from uspft.planner.step_shape import DrawnRows, StepShape
+from uspft.planner.step_shape import DrawnRows, Memo, StepShape
 from uspft.planner.ways import Space, Way, every_way, legal_for, ways
 from uspft.prepare.examine import examine
 from uspft.prepare.left_open import BY_RECIPE, BY_ROWS
@@ -265,8 +265,9 @@ def test_the_least_is_no_more_than_what_a_rank_needs(given: dict[str, Any]) -> N
     staged = Layout(data=2, pipeline=4), Layout(2, ring=2, pipeline=2)
     for layout in (Layout(2, 2, 2), Layout(ring=16), Layout(data=8), *staged):
         for tokens in (1 << 12, 1 << 17):
-            needs = rank.Needs(LLAMA, tokens)
-            least, whole = needs.least(layout, options), needs.of(layout, options)
+            memo = Memo()
+            least = formula.least_bytes(LLAMA, layout, tokens, options, memo)
+            whole = memory_of(LLAMA, layout, tokens, options=options, memo=memo)
             assert 0 < least <= whole.peak_bytes + len(whole.parts)
 
 
@@ -356,6 +357,15 @@ def test_memory_on_a_mesh_is_that_of_the_slices_that_the_step_has() -> None:
         whole = memory_of(LLAMA, way.layout, STEP.row.length, options=asked)
         cut += whole.peak_bytes != exact.peak_bytes
     assert cut > 0
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_memory_of_copies_that_take_turns_is_that_of_the_stage(stage: int) -> None:
+    """Below stage 3 they put off the gradients of weights."""
+    way = Way(Layout(4, pipeline=2), WHOLE, splits_tokens=True, stage=stage, rows=2)
+    one = ranked(STEP.under(copies=2), way, H100)
+    options, given = one.step.options, (LLAMA, way.layout, STEP.row.length)
+    assert options.copies == 2 and one.memory == memory_of(*given, options=options)
 
 
 QWEN = hub("Qwen/Qwen2.5-7B")

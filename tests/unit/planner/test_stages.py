@@ -22,6 +22,7 @@ from uspft.pipeline.schedules import PLAIN, Schedule
 from uspft.pipeline.stages import Stages, dealt_out
 from uspft.planner.attention_step import attention_one_way
 from uspft.planner.machine import Hardware
+from uspft.planner.options import Options
 from uspft.planner.products import met_parameters, step_flops
 from uspft.planner.row_time import chunk_prices, forward_and_backward, row_time
 from uspft.planner.stages import (
@@ -40,7 +41,7 @@ from uspft.planner.step import (
     dealt_stages,
     pipeline_costs,
     step_time,
-    stored_bytes,
+    stored_parts,
 )
 from uspft.planner.step_shape import DrawnRows, Memo, PlacedStep, StepShape, StepTime
 from uspft.planner.trained import counts_of
@@ -68,7 +69,9 @@ def test_layers_are_dealt_out_with_the_head_unless_a_schedule_says_how() -> None
     def of(schedule: Schedule, *, again: bool = True, tokens: int = 1 << 13) -> tuple[int, ...]:
         windows = (None,) * 32
         rows = DrawnRows.whole(tokens)
-        return stages_of(LLAMA, windows, rows, 4, schedule, again=again).sizes
+        return stages_of(
+            LLAMA, windows, rows, 4, Options(schedule=schedule, checkpointing=again)
+        ).sizes
 
     assert of(PLAIN) == (8, 8, 9, 7) and of(PLAIN, tokens=1 << 20) == (8, 8, 8, 8)
     assert of(PLAIN, again=False) == (8, 9, 9, 6)
@@ -82,7 +85,7 @@ def test_layers_are_dealt_out_by_the_documents_of_rows() -> None:
     def of(*documents: int) -> tuple[int, ...]:
         bounds = (0, *accumulate(documents))
         rows = DrawnRows((Segments(bounds, bounds[-1]),) * 3)
-        return stages_of(LLAMA, (None,) * 32, rows, 4, PLAIN, again=True).sizes
+        return stages_of(LLAMA, (None,) * 32, rows, 4, Options()).sizes
 
     assert of(1 << 20) == (8, 8, 8, 8) and of(*[1 << 13] * 128) == (8, 8, 9, 7)
 
@@ -104,7 +107,7 @@ def test_by_the_price_no_layer_more_or_less_makes_the_dearest_stage_cheaper(
 ) -> None:
     model = hub(name)
     windows, rows = layer_windows(model), DrawnRows.whole(tokens)
-    dealt = stages_of(model, windows, rows, layout.pipeline, PLAIN, again=True).sizes
+    dealt = stages_of(model, windows, rows, layout.pipeline, Options()).sizes
 
     def dearest(sizes: tuple[int, ...]) -> float:
         how = {"schedule": Schedule(sizes=sizes), "use_seq_parallel": layout.tensor > 1}
@@ -145,13 +148,12 @@ def test_layers_without_experts_weigh_what_they_are(experts: int) -> None:
     model = replace(model, raw={**model.raw, "first_k_dense_replace": 20})
     layout, windows = Layout(data=2, pipeline=2, experts=experts), (None,) * 46
     shape = step(model=model, windows=windows, schedule=Schedule(sizes=(20, 26)))
-    stages = dealt_stages(shape, layout, again=True, memo=Memo())
+    stages = dealt_stages(shape, layout, Memo())
     for place in range(2):
-        held, *apart = stored_bytes(shape, layout, stages, place)
+        held, *apart = stored_parts(shape, layout, stages, place)
         mine = counts_of(model, 1, None, (), stage_layers(stages, place), experts)
-        divided = sum(one.weights for one in apart)
-        assert held.weights + divided == pytest.approx(2 * mine.every, rel=1e-5)
-        assert divided == pytest.approx(2 * mine.experts)
+        divided = sum(one.every for one in apart)
+        assert held.every + divided == mine.every and divided == mine.experts
         assert bool(divided) == (place == 1 < experts)
     costs, *_ = pipeline_costs(PlacedStep(shape, layout, H100, ALONE))
     whole = forward_and_backward(PlacedStep(shape, layout, H100, ALONE))

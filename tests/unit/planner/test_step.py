@@ -18,10 +18,11 @@ from uspft.families import ModelShape
 from uspft.layout import Layout
 from uspft.planner.expert_traffic import crossover_tokens, token_cost
 from uspft.planner.machine import Hardware, read_hardware
-from uspft.planner.mesh import mesh_parts
-from uspft.planner.products import expert_parameters, parameters_of
+from uspft.planner.mesh import mesh_time
+from uspft.planner.products import expert_parameters
 from uspft.planner.step import model_flops, step_time
 from uspft.planner.step_shape import PlacedStep, StepShape, StepTime
+from uspft.planner.trained import counts_of
 from uspft.prepare.known import shipped
 from uspft.segments import Segments
 
@@ -216,12 +217,12 @@ def test_a_mesh_is_in_the_step_with_what_it_hides() -> None:
     a mesh hold each parameter once."""
     layout = Layout(4, ring=2, data=2, mesh_rows=2)
     found = timed(layout, slices=(4, 4, 4, 4))
-    parts = mesh_parts(PlacedStep(step(slices=(4, 4, 4, 4)), layout, H100))
-    assert found.of("products") == pytest.approx(4 * sum(part.computed for part in parts))
-    assert found.of("tensor") == pytest.approx(4 * sum(part.moved for part in parts))
-    assert found.bytes_of("tensor") == pytest.approx(4 * sum(part.bytes for part in parts))
+    each = mesh_time(PlacedStep(step(slices=(4, 4, 4, 4)), layout, H100))
+    for name in ("products", "tensor"):
+        assert found.of(name) == pytest.approx(4 * each.of(name))
+    assert found.bytes_of("tensor") == pytest.approx(4 * each.bytes_of("tensor"))
     hidden = sum(part.hidden for part in found.parts if part.name == "tensor")
-    assert hidden == pytest.approx(4 * sum(part.hidden for part in parts)) and hidden > 0
+    assert hidden == pytest.approx(4 * each.hidden) and hidden > 0
     assert found.bytes_of("gradients") == pytest.approx(4 * PARAMETERS / 8, rel=1e-3)
     flat = timed(Layout(8, data=2))
     assert found.of("attention") == pytest.approx(flat.of("attention"), rel=0.02)
@@ -361,9 +362,9 @@ def timed_under_zero(layout: Layout, hardware: Hardware, tokens: int, stage: int
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_of_divided_experts_a_part_moves(stage: int) -> None:
     """Of every parameter 4 bytes of gradient, and 2 of weight, twice at stage 3."""
-    outside, layers, experts, _ = parameters_of(QWEN)
-    rest = outside + layers - experts
-    assert experts == QWEN.layers * expert_parameters(QWEN) == 48 * 3 * 128 * 2048 * 768
+    experts = QWEN.layers * expert_parameters(QWEN)
+    rest = counts_of(QWEN, 1, None, ()).every - experts
+    assert experts == 48 * 3 * 128 * 2048 * 768
     for degree in (1, 2, 4):
         found = timed_under_zero(Layout(data=8, experts=degree), H100, 4096, stage)
         here = rest + experts / degree

@@ -53,7 +53,7 @@ def test_stage_3_overlaps_where_there_are_streams(
         tree["deepspeed"] = {"zero_optimization": {"stage": 3}}
     path = tmp_path / "r.yaml"
     path.write_text(json.dumps(tree))
-    assert step_of(examine(path, [], 1, None, trains=False)).hides == overlaps
+    assert step_of(examine(path, [], 1, None, trains=False)).options.hides == overlaps
 
 
 TENSOR = {"model_parallel": 2}

@@ -15,8 +15,7 @@ import yaml
 from tests.support.verify import layouts as of_verify
 from uspft.config import RecipeError, read
 from uspft.config.recipe import PLANNED
-from uspft.planner import row_time, step
-from uspft.planner.mesh import MeshPart
+from uspft.planner import mesh, row_time, step
 from uspft.planner.rank import Ranked, ranked
 from uspft.planner.step_shape import PlacedStep, StepPart, StepTime, seconds_of
 from uspft.planner.ways import Space, Way, every_way
@@ -212,6 +211,7 @@ def test_auto_plan_and_strategies_agree(tmp_path: Path, number: int) -> None:
 @pytest.fixture
 def reversed_price(monkeypatch: pytest.MonkeyPatch) -> None:
     of_step, of_row = step.step_time, row_time.forward_and_backward
+    of_product = mesh.product_time
 
     def step_backwards(*given: Any) -> StepTime:
         return StepTime((StepPart("products", 1e6 / of_step(*given).seconds),))
@@ -220,10 +220,12 @@ def reversed_price(monkeypatch: pytest.MonkeyPatch) -> None:
         seconds = seconds_of(of_row(placed.of(placed.step.under(micro_batch=1))))
         return [StepPart("products", placed.options.micro_batch * 1e6 / seconds)]
 
-    def mesh_backwards(part: MeshPart) -> float:
-        return 1e6 / (part.moved + part.computed - part.hidden)
+    class Backwards(StepTime):
+        @property
+        def seconds(self) -> float:
+            return 1e6 / super().seconds
 
-    monkeypatch.setattr(MeshPart, "seconds", property(mesh_backwards))
+    monkeypatch.setattr(mesh, "product_time", lambda *given: Backwards(of_product(*given).parts))
     monkeypatch.setattr(step, "step_time", step_backwards)
     monkeypatch.setattr(step, "least_seconds", lambda *_: 0.0)
     monkeypatch.setattr(row_time, "forward_and_backward", row_backwards)
@@ -353,10 +355,14 @@ def test_plan_prices_a_mesh_in_the_slices_that_a_recipe_of_that_mesh_has(tmp_pat
             )
             found = SMALL.examined(tmp_path, *FIXED, *mesh, *words)
             orders.append(ranking_of(found, step_of(found)))
-        own = {one.own.name: (one.own.step.slices, one.own.seconds) for one in orders if one.own}
+        own = {
+            one.own.name: (one.own.step.options.slices, one.own.seconds)
+            for one in orders
+            if one.own
+        }
         assert len(own) == 3 and len({cut for cut, _ in own.values()}) == 1 + (slices == "auto")
         for order in orders:
-            found_here = {one.name: (one.step.slices, one.seconds) for one in order.layouts}
+            found_here = {one.name: (one.step.options.slices, one.seconds) for one in order.layouts}
             assert own.items() <= found_here.items()
 
 

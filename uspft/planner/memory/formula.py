@@ -8,15 +8,16 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
-from uspft.config.algorithms import AlgorithmRow
+from uspft.config.algorithms import WHOLE, AlgorithmRow
 from uspft.families import layer_windows
+from uspft.pipeline.schedules import PLAIN
 from uspft.planner.memory.passes import PassBytes, chunk_keys, pass_bytes
 from uspft.planner.memory.pipeline import ROUNDS, each_chunk, rank_bytes
 from uspft.planner.memory.sizes import layers_of
 from uspft.planner.memory.zero import State, state_of
 from uspft.planner.options import Options
 from uspft.planner.stages import cut_by_flops, stage_layers, stages_of
-from uspft.planner.step_shape import DrawnRows
+from uspft.planner.step_shape import ROUNDING, DrawnRows, Memo
 from uspft.sequence import chunk_multiple
 
 if TYPE_CHECKING:
@@ -65,22 +66,19 @@ def memory_of(
     row_tokens: int,
     *,
     options: Options,
-    one: tuple[PassBytes, float] | None = None,
-    state: State | None = None,
+    memo: Memo | None = None,
 ) -> Memory:
     """Return a rank's memory for rows of this many tokens; in a pipeline that of the rank with
     most.
 
-    one: as in memory_of_ranks. state: of the model, if it is known and there is one stage.
+    memo: a cache that other layouts and options of the model share; None: none is shared.
     """
     if layout.pipeline > 1:
-        every = memory_of_ranks(
-            shape, layout, row_tokens, options=options, one=one, alike=one is None
-        )
+        every = memory_of_ranks(shape, layout, row_tokens, options=options, memo=memo)
         return max(every, key=lambda one: one.peak_bytes)
-    state = state or state_of(shape, layout, options)
-    one = one or pass_bytes(shape, layout, row_tokens, options)
-    device, waits = activations_in(*one, state)
+    known = Memo() if memo is None else memo
+    state = _state(shape, layout, options, known)
+    device, waits = activations_in(*_pass(shape, layout, row_tokens, options, known), state)
     return Memory(state.beside(device), int(sum(state.host.values()) + waits))
 
 
@@ -90,36 +88,35 @@ def memory_of_ranks(
     row_tokens: int,
     *,
     options: Options,
-    one: tuple[PassBytes, float] | None = None,
-    alike: bool = True,
+    memo: Memo | None = None,
 ) -> list[Memory]:
     """Return the memory of each pipeline rank for rows of this many tokens.
 
-    one: the bytes of one micro-batch and its batch, if known. alike: whether to return all ranks
-    with the same number of layers; otherwise only the first, which has most micro-batches in
-    flight, and the last.
+    memo: as in memory_of; with one, of ranks with the same number of layers only the first, which
+    has most micro-batches in flight, and the last are returned.
     """
     windows, schedule = layer_windows(shape), options.schedule
     multiple = chunk_multiple(layout, options.use_seq_parallel)
     cut = cut_by_flops(shape, windows, schedule.chunks, multiple)
     chunks = (cut.of_tokens if options.equal_tokens else cut).of_one_document(row_tokens)
     largest, whole = max(chunks), len(chunks) == 1
-    of_pass, batch = (whole and one) or pass_bytes(shape, layout, largest, options)
+    if whole and memo is not None:
+        of_pass, batch = _pass(shape, layout, largest, options, memo)
+    else:
+        of_pass, batch = pass_bytes(shape, layout, largest, options)
     every = list[PassBytes]()
     if not whole:
         of = shape, layout, largest
         every = each_chunk(chunks, layout.ring, lambda far: pass_bytes(*of, options, far)[0])
         of_pass = replace(of_pass, keys=tuple(map(chunk_keys, layers_of(*of, options))))
         batch *= 2 * row_tokens / largest  # whole, and chunk by chunk
-    again = options.checkpointing and options.first_layers is None
-    rows = DrawnRows.whole(row_tokens)
-    stages = stages_of(shape, windows, rows, layout.pipeline, schedule, again=again)
+    stages = stages_of(shape, windows, DrawnRows.whole(row_tokens), layout.pipeline, options)
     of_passes = options.micro_batch * layout.data
     passes = -(-(options.step_rows or ROUNDS * stages.ranks * of_passes) // of_passes)
     found, met = list[Memory](), set[object]()
     for rank in range(stages.ranks):
         sizes, last = stages.sizes[rank :: stages.ranks], rank == stages.ranks - 1
-        if sizes in met and not (alike or last):
+        if sizes in met and memo is not None and not last:
             continue
         met.add(sizes)
         shares = [tokens / largest for tokens in chunks]
@@ -129,6 +126,50 @@ def memory_of_ranks(
         host = int(sum(state.host.values()) + taken.on_host)
         found.append(Memory(state.beside(parts), host, taken.inputs))
     return found
+
+
+def least_bytes(
+    shape: ModelShape, layout: Layout, row_tokens: int, options: Options, memo: Memo
+) -> float:
+    """Return a lower bound of a rank's memory: the model's state and each layer's input, which
+    every layer with trained weights saves; in a pipeline the mean of its ranks' state. memo: as of
+    memory_of."""
+    device = _state(shape, layout, options, memo).device
+    if layout.pipeline > 1:
+        whole = sum(device.get(part, 0.0) for part in ("weights", "gradients", "optimizer"))
+        return whole / layout.pipeline * (1 - ROUNDING)
+    state = sum(device.values())
+    if options.lora or options.freeze or options.offload_activations:
+        return state
+    tokens = options.micro_batch * row_tokens // layout.context
+    split = layout.mesh_columns if options.use_seq_parallel or layout.is_mesh else 1
+    return state + shape.layers * (tokens // split) * shape.hidden_size * options.element
+
+
+def _state(shape: ModelShape, layout: Layout, options: Options, memo: Memo) -> State:
+    """Return state_of, worked out once for all ways in which it is the same."""
+    plain = replace(
+        options, algorithm=WHOLE, micro_batch=1, recompute="", use_seq_parallel=False, slices=()
+    )
+    degrees = layout.mesh_columns, layout.mesh_rows, layout.copies, layout.experts
+    key = "state", *degrees, options.several(layout), plain
+    return memo.once(key, lambda: state_of(shape, layout, options))
+
+
+def _pass(
+    shape: ModelShape, layout: Layout, row_tokens: int, options: Options, memo: Memo
+) -> tuple[PassBytes, float]:
+    """Return pass_bytes, worked out once for all ways in which they are the same."""
+    # Activations depend on the number of replicas only through expert parallelism, and on ZeRO's
+    # stage only if copies of tokens put off the gradients of weights.
+    layout = replace(layout, data=layout.experts)
+    stage = options.zero_stage if options.copies > 1 else 1
+    options = replace(options, zero_stage=stage, step_rows=None)
+    if options.first_layers is None:  # stages say which layers are checkpointed
+        layout = replace(layout, pipeline=1)
+        options = replace(options, schedule=PLAIN)
+    key = "pass", layout, row_tokens, options
+    return memo.once(key, lambda: pass_bytes(shape, layout, row_tokens, options))
 
 
 def activations_in(one: PassBytes, batch: float, state: State) -> tuple[dict[str, float], float]:

@@ -23,7 +23,7 @@ from uspft.planner.memory.operations import WIDE
 from uspft.planner.products import (
     SHARED_GATE,
     inner_features,
-    layer_projections,
+    inner_matrices,
     state_projections,
 )
 from uspft.planner.stages import stages_of
@@ -375,7 +375,7 @@ def layers_of(
     everywhere = len(set(windows)) == 1
     again = _checkpointed(shape, layout, row_tokens, options)
     row = _row(layout, options, behind)
-    down = layer_projections(shape)[-1].on(layout.tensor)
+    down = inner_matrices(shape, experts=shape.routed)[-1].on(layout.tensor)
     met = ranks_met(shape, layout.experts)
     experts = Experts(down.inputs, down.copies, down.per_token, layout.experts, met)
     known: dict[tuple[object, ...], LayerSizes] = {}
@@ -437,9 +437,8 @@ def _checkpointed(
     """Return the layers that are checkpointed."""
     if not options.checkpointing or options.first_layers is None:
         return range(shape.layers) if options.checkpointing else ()
-    windows, schedule = layer_windows(shape), options.schedule
     rows = DrawnRows.whole(row_tokens)
-    stages = stages_of(shape, windows, rows, layout.pipeline, schedule, again=False)
+    stages = stages_of(shape, layer_windows(shape), rows, layout.pipeline, options)
     return first_layers(options.first_layers, stages)
 
 

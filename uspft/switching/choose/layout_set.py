@@ -11,11 +11,10 @@ from uspft.layout import COPIES, Layout, StoredAs
 from uspft.planner.memory.formula import USABLE_SHARE, memory_of, row_memory
 from uspft.planner.memory.zero import moving_state_bytes
 from uspft.planner.options import GRADIENT_BYTES
-from uspft.planner.products import parameters_of
 from uspft.planner.stages import stage_layers
 from uspft.planner.step import dealt_stages, micro_step_seconds, zero_once
 from uspft.planner.step_shape import Memo, StepShape, seconds_of
-from uspft.planner.trained import StageLayers, counts_of
+from uspft.planner.trained import ParameterCounts, StageLayers, counts_of
 from uspft.switching.choose.drawn_steps import DrawnSteps, PackedRow, pairs_of
 from uspft.switching.choose.priced import PricedLayout, Setting
 from uspft.switching.deal.micro_steps import Limits, MicroStep, RankGroup, RowWork, makespan
@@ -58,7 +57,7 @@ class LayoutSet:
         model, options = setting.step.model, setting.step.options
         if self.moves:
             whole, *parts = (
-                counts_of(model, t, options.lora, options.freeze, stage)
+                _counts(setting.step, t, stage)
                 for t, stage in ((1, None), *((tensor, one) for one in self._stages(bucket)))
             )
             part = max(parts, key=lambda one: one.every)
@@ -77,7 +76,7 @@ class LayoutSet:
         if bucket.layout.pipeline == 1:
             return [None]
         step = self.setting.step.under(schedule=bucket.way.schedule)
-        every = dealt_stages(step, bucket.layout, step.options.checkpointing, Memo())
+        every = dealt_stages(step, bucket.layout, Memo())
         return [stage_layers(every, rank) for rank in range(every.ranks)]
 
     @cached_property
@@ -155,9 +154,11 @@ class LayoutSet:
         step, hardware = self.setting.step, self.setting.hardware
         if not self.moves:
             return seconds_of(zero_once(self.setting.placed(self.stored)))
-        summed = sum(_parameters(step, one.tensor) / one.pipeline for one in self.stored_in_turn)
-        owned = _parameters(step, 1) / self.setting.ranks
-        moved = step.trained * (SUMMED_BYTES * summed + OWNED_BYTES * owned)
+        summed = sum(
+            _counts(step, one.tensor).trained / one.pipeline for one in self.stored_in_turn
+        )
+        owned = _counts(step, 1).trained / self.setting.ranks
+        moved = SUMMED_BYTES * summed + OWNED_BYTES * owned
         return sum(seconds for _, seconds in self.transfers) + hardware.memory_seconds(moved)
 
     @cached_property
@@ -171,12 +172,12 @@ class LayoutSet:
         found, setting = [], self.setting
         for number, layout in enumerate(self.stored_in_turn if self.moves else ()):
             placed, step = setting.placed(layout), setting.step
-            mine = _parameters(step, layout.tensor) / layout.pipeline
+            mine = _counts(step, layout.tensor)
             away = 1 - layout.tensor * layout.pipeline / setting.ranks
-            gradients = GRADIENT_BYTES * mine * step.trained
+            gradients = GRADIENT_BYTES * mine.trained / layout.pipeline
             sent = [placed.sent("gradients", "reduce_scatter", gradients, COPIES)]
             if number == 0:
-                weights = step.options.element * mine
+                weights = step.options.element * mine.every / layout.pipeline
                 sent.append(placed.sent("weights", "all_gather", weights, COPIES))
             found.append((away * sum(part.bytes for part in sent), seconds_of(sent)))
         return found
@@ -186,8 +187,10 @@ class LayoutSet:
         """The bytes of zeros that a rank adds to its gradients because the most sharded layout uses
         only a part of the weights that the rank stores."""
         most = max(one.layout.tensor for one in self.buckets)
-        step, stored = self.setting.step, _parameters(self.setting.step, self.tensor)
-        return GRADIENT_BYTES * step.trained * (stored - _parameters(step, most))
+        stored, least = (
+            _counts(self.setting.step, tensor).trained for tensor in (self.tensor, most)
+        )
+        return GRADIENT_BYTES * (stored - least)
 
     def _works(self, rows: Sequence[PackedRow], pass_seconds: float) -> list[RowWork]:
         """Return the work of each row. pass_seconds: what the schedule counts for each pass; if a
@@ -288,6 +291,7 @@ class Static:
         return makespan(plan, works, [one.sharing_ranks], ranks, limits), len(plan)
 
 
-def _parameters(step: StepShape, tensor: int) -> float:
-    every = parameters_of(step.model, tensor)
-    return every.outside + every.layers
+def _counts(step: StepShape, tensor: int, stage: StageLayers | None = None) -> ParameterCounts:
+    """Return the parameters of a tensor rank. stage: the layers of a rank in a pipeline; None:
+    all."""
+    return counts_of(step.model, tensor, step.options.lora, step.options.freeze, stage)

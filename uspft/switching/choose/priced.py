@@ -103,10 +103,15 @@ class PricedLayout:
     def name(self) -> str:
         return self.layout.name(self.row.name)
 
-    def row_seconds(self, pairs: int) -> float:
+    @property
+    def line(self) -> tuple[float, float]:
+        """The seconds of the shorter of the two priced rows, and of each further pair."""
         (few, many), (short, long) = self.pairs, self.seconds
-        slope = (long - short) / (many - few) if many > few else 0.0
-        return max(short + slope * (pairs - few), 0.5 * short)
+        return short, (long - short) / (many - few) if many > few else 0.0
+
+    def row_seconds(self, pairs: int) -> float:
+        short, slope = self.line
+        return max(short + slope * (pairs - self.pairs[0]), 0.5 * short)
 
     @property
     def work(self) -> float:
