@@ -63,9 +63,8 @@ class Loaded:
         return not any(touches(key, bad) for key in keys for bad in self.faulty)
 
     def together(self, findings: Sequence[Finding]) -> RecipeError:
-        """Return the error with the problems and these findings: those of the recipe file first,
-        then the other files', each from top to bottom, and the command line's last.
-        """
+        """Return an error with all problems and these findings, in the order of lines: the recipe
+        file's first, then those of fragments, and the command line's last."""
         found = [*self.problems, *(self.origins.problem(*one) for one in findings)]
 
         def order(problem: Problem) -> tuple[bool, bool, str, int]:

@@ -152,11 +152,12 @@ def splits_of(
 def _splits(
     config: Any, found: Projection | None, kind: str, *, on_mesh: bool
 ) -> tuple[MatrixSplit | None, MatrixSplit | None]:
-    """Return how a parameter is split over mesh columns (or Megatron's ranks), and how a matrix is
-    split over mesh rows; None where it is not.
+    """Return a parameter's split over mesh columns (or Megatron's tensor ranks), and its split over
+    mesh rows; None: ranks along that axis replicate it.
 
-    found: its projection; None for what is in no block. kind: weight, bias, a parameter's own name,
-    or A or B of an adapter, whose product is split like the adapted weight.
+    found: the parameter's projection; None: it is outside of blocks, as a norm is. kind: "weight",
+    "bias", another parameter's own name, or an adapter's "A" or "B", whose product is split like
+    the adapted weight.
     """
     if found is None:
         return features_of(config, COLUMNS) if on_mesh else None, None

@@ -11,7 +11,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import chain, pairwise
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,9 +22,6 @@ from uspft.sequence.rows.heads import Heads
 from uspft.sequence.rows.share import Order, RowParts, Share
 from uspft.sequence.rows.spans import Holding, Span, blocks_between, looking_back, pairs_before
 from uspft.sequence.rows.traffic import ONCE, Cost, Forwards
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass(frozen=True)
