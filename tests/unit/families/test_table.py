@@ -91,7 +91,7 @@ REFUSED: list[tuple[Any, str]] = [
         },
         "rotary positions of type `proportional` are not available yet",
     ),
-    ({}, "model_type `None` is not available yet"),
+    ({}, "has no model_type"),
     (
         {**QWEN3, "use_sliding_window": True, "sliding_window": 0},
         "sliding_window is 0, not a whole number of at least 1",
