@@ -29,9 +29,9 @@ from uspft.sequence import (
     Rule,
     Share,
     Split,
+    algorithm_options,
     cut_of,
     make_algorithm,
-    options_of,
 )
 from uspft.sequence.chunk_states import convolve_chunk, mix_over_chunks
 from uspft.sequence.chunked import Chunked, ChunkShare
@@ -181,7 +181,7 @@ def live_worlds(
     for one, layout in every:
         parallel = one.parallel_config
         row = row_of(parallel.context_parallel_algo, layout.context)
-        cut, options = cut_of(parallel, layout, prices), options_of(one, row, layout)
+        cut, options = cut_of(parallel, layout, prices), algorithm_options(one, row, layout)
         algorithm = make_algorithm(row, layout.ulysses, layout.ring, window=window, **options)
         world = World(
             make_mesh(layout, groups, Books()),

@@ -34,11 +34,11 @@ __all__ = [
     "Share",
     "Split",
     "Traffic",
+    "algorithm_options",
     "chunk_multiple",
     "cut_of",
     "make_algorithm",
     "of_recipe",
-    "options_of",
     "ring_ranks_of_a_host",
 ]
 
@@ -113,10 +113,12 @@ def ring_ranks_of_a_host(processes: int, layout: Layout) -> int | None:
 def of_recipe(recipe: Recipe, layout: Layout) -> Algorithm:
     """Return the algorithm of a recipe in a layout."""
     row = row_of(recipe.parallel_config.context_parallel_algo, layout.context)
-    return make_algorithm(row, layout.ulysses, layout.ring, **options_of(recipe, row, layout))
+    return make_algorithm(
+        row, layout.ulysses, layout.ring, **algorithm_options(recipe, row, layout)
+    )
 
 
-def options_of(recipe: Recipe, row: AlgorithmRow, layout: Layout) -> dict[str, Any]:
+def algorithm_options(recipe: Recipe, row: AlgorithmRow, layout: Layout) -> dict[str, Any]:
     """Return what a recipe says of an algorithm in a layout, as arguments of `make_algorithm`.
 
     Received keys and values are saved for the backward unless the recipe uses gradient

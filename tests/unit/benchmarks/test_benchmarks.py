@@ -128,7 +128,7 @@ def test_the_table() -> None:
     assert rows(records)[1][8] == "3.00" and "between hosts" in text("t", records)
 
 
-def test_settings_andoptions_of() -> None:
+def test_settings_and_options() -> None:
     assert SETTING.name == "8192-8x2-halves-2hosts-25mbit"
     assert "2 hosts × 2 processes, 25 Mbit/s" in SETTING.sentence
     assert SETTING.title.endswith(SETTING.sentence)
