@@ -13,10 +13,10 @@ from uspft.job import ChunkPrices
 from uspft.layout import EXPERTS
 from uspft.pipeline.schedules import PLAIN
 from uspft.planner.attention_step import attention_parts, state_parts
-from uspft.planner.elementwise import layer_moved, outside_moved
 from uspft.planner.expert_traffic import RoutedRows, RowSizes, exchanges
 from uspft.planner.layer_kinds import SHARED_EXPERT, layer_kind
 from uspft.planner.machine import Collective
+from uspft.planner.memory.passes import moved_bytes
 from uspft.planner.mesh import (
     LOSS_SUMS,
     gathered_heads,
@@ -108,12 +108,12 @@ def _outside_parts(placed: PlacedStep) -> Iterator[StepPart]:
 def _between(placed: PlacedStep, blocks: Blocks | None = None) -> StepPart:
     """Return the element-wise operations of a layer with these blocks; None: those outside of
     layers."""
-    step, columns, how = placed.step, placed.layout.mesh_columns, placed.options
+    model, columns, how = placed.step.model, placed.layout.mesh_columns, placed.options
     moved = placed.memo.once(
-        ("between", blocks, columns, how.use_seq_parallel, how.slices is None),
-        lambda: layer_moved(step, blocks, columns) if blocks else outside_moved(step, columns),
+        ("between", columns, how.use_seq_parallel, how.slices is None),
+        lambda: moved_bytes(model, columns, how),
     )
-    return StepPart("elementwise", placed.hardware.memory_seconds(moved.of(placed.tokens)))
+    return StepPart("elementwise", placed.hardware.memory_seconds(moved[blocks].of(placed.tokens)))
 
 
 def _product_seconds(placed: PlacedStep, blocks: Blocks) -> float:
@@ -235,14 +235,21 @@ def chunk_prices(placed: PlacedStep) -> ChunkPrices:
     step, length = whole.step, whole.step.row.length
     empty, full = Segments((0,), length), Segments.single(length)
 
+    def added(row: Segments) -> dict[int | None, float]:
+        """Return the seconds that another such row adds to the layers with each window."""
+        found = dict.fromkeys(step.windows, 0.0)
+        for rows, sign in ((1, -1), (2, 1)):
+            alone = replace(step, row=row, sample=None).under(micro_batch=rows)
+            one_of, _ = parts_apart(whole.of(alone))
+            for layer in step.layers:
+                found[layer.window] += sign * seconds_of(one_of[layer]) / whole.layout.pipeline
+        return found
+
     def of_pairs() -> Iterator[tuple[int | None, float]]:
-        for window, layers in Counter(step.windows).items():
-            if window == NO_KEYS:
-                continue
-            # Finding what trains needs the names of all layers; products cancel in the difference.
-            alone = step.under(lora=None, freeze=())
-            one = whole.of(replace(alone, model=replace(step.model, layers=1), windows=(window,)))
-            more = row_time(one, full).row - row_time(one, empty).row
-            yield window, layers * max(more, 0.0) / int(pairs(length, window))
+        without = added(empty)
+        for window, seconds in added(full).items():
+            if window != NO_KEYS:
+                own = max(seconds - without[window], 0.0)
+                yield window, own / int(pairs(length, window))
 
     return ChunkPrices(row_time(whole, empty).row / length, tuple(of_pairs()))

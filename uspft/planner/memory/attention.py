@@ -29,7 +29,7 @@ def attend_over_heads(
 def at_home(tape: LayerTape, out: Tensor, size: float) -> Tensor:
     """Return the output of all heads for this rank's tokens, after the all-to-all back. size: its
     bytes."""
-    return tape.remade(out, size, beside=out.size, back=out.size)
+    return tape.received(out, size, out.size)
 
 
 def scattered(
