@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
-from uspft.families import NO_KEYS, layer_blocks
+from uspft.families import layer_blocks
 from uspft.layout import ALIKE, COPIES, Layout
 from uspft.pipeline.schedules import Schedule
 from uspft.pipeline.stages import Stages
@@ -78,11 +78,10 @@ def _often(placed: PlacedStep, parts: Sequence[StepPart]) -> Iterator[StepPart]:
 
 def model_flops(step: StepShape) -> float:
     """Return the step's FLOPs as MFU counts them."""
-    model, layers = step.model, Counter(step.windows)
+    model = step.model
     pairs = sum(
         count * step.drawn.pairs(window) * model.of_window(window).head_dim
-        for window, count in layers.items()
-        if window != NO_KEYS
+        for window, count in step.windows.items()
     )
     tokens, parameters = step.step_rows * step.row.length, met_parameters(model)
     shape = (1, model.heads, 1)  # every pair counts for all layers and features
@@ -159,7 +158,7 @@ def dealt_stages(step: StepShape, layout: Layout, memo: Memo) -> Stages:
     options, ranks = step.options, layout.pipeline
     return memo.once(
         ("stages", ranks, options.schedule, options.checkpoints_all),
-        lambda: stages_of(step.model, step.windows, step.drawn, ranks, options),
+        lambda: stages_of(step.model, step.drawn, ranks, options),
     )
 
 

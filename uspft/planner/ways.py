@@ -28,7 +28,7 @@ from uspft.config.algorithms import (
 )
 from uspft.config.layout_rules import WITHOUT_STAGES
 from uspft.config.strategies import alike, each_alone
-from uspft.families import FAMILIES, NO_KEYS, ModelShape, state_sizes
+from uspft.families import FAMILIES, ModelShape, state_sizes
 from uspft.layout import Layout, settled_layout
 from uspft.pipeline.schedules import PLAIN, Schedule, Scheduler
 from uspft.pipeline.stages import schedule_of
@@ -121,13 +121,13 @@ class Way:
 
     def algorithm(self, step: StepShape, ranks_per_host: int) -> Algorithm:
         """Return the algorithm, with what it must know of a step."""
-        windows = {*step.windows} - {NO_KEYS}
+        windows = [*step.windows]
         return make_algorithm(
             self.row,
             self.layout.ulysses,
             self.layout.ring,
             keep=not step.options.checkpointing and step.options.at_once is None,
-            window=next(iter(windows)) if len(windows) == 1 else None,
+            window=windows[0] if len(windows) == 1 else None,
             per_host=ring_ranks_of_a_host(ranks_per_host, self.layout),
             **dict(self.options),
         )

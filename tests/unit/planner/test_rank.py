@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from tests.support.hardware import H100, made
-from tests.support.shapes import hub
+from tests.support.shapes import hub, windowed
 from tests.support.steps import changed, step_of
 from uspft.config.algorithms import CONTEXT, WHOLE
-from uspft.families import ModelShape, layer_windows
+from uspft.families import ModelShape
 from uspft.layout import Layout
 from uspft.pipeline.schedules import Schedule
 from uspft.planner import attention_step, rank
@@ -102,7 +102,7 @@ def test_no_part_of_any_price_is_negative() -> None:
             experts=None,
         )
         options = Options(step_rows=draw.choice((5, 24, 70)))
-        step = StepShape(model, row, layer_windows(model), options)
+        step = StepShape(model, row, options)
         legal = legal_for(step, H100.ranks_per_host)
         every = ways(ranks, space, legal).legal
         for way in draw.sample(every, min(24, len(every))):
@@ -378,9 +378,8 @@ def chosen(
     rows: Sequence[Segments],
     model: ModelShape = LLAMA,
     hardware: Hardware = H100,
-    window: int | None = None,
 ) -> Choice:
-    step = StepShape(model, rows[0], (window,) * model.layers, Options(step_rows=1))
+    step = StepShape(model, rows[0], Options(step_rows=1))
     space = Space(tensor={1}, context={ranks})
     found = recommend(step, ranks, space, hardware, rows)
     assert found and "\n" not in found.why and found.why.startswith(found.way.name)
@@ -432,7 +431,8 @@ def test_slow_exchanges_of_heads_give_way_to_the_ring() -> None:
 
 
 def test_a_window_is_part_of_the_price() -> None:
-    assert chosen(8, [Segments.single(1 << 17)], window=4096).way.row.name == "planned_cp"
+    near = windowed(LLAMA, 4096, (True,) * 32)
+    assert chosen(8, [Segments.single(1 << 17)], near).way.row.name == "planned_cp"
 
 
 def test_what_fits_is_taken_before_what_is_faster() -> None:

@@ -9,7 +9,6 @@ from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from uspft.config.algorithms import WHOLE, AlgorithmRow
-from uspft.families import layer_windows
 from uspft.pipeline.schedules import PLAIN
 from uspft.planner.memory.passes import PassBytes, chunk_keys, pass_bytes
 from uspft.planner.memory.pipeline import ROUNDS, each_chunk, rank_bytes
@@ -95,9 +94,8 @@ def memory_of_ranks(
     memo: as in memory_of; with one, of ranks with the same number of layers only the first, which
     has most micro-batches in flight, and the last are returned.
     """
-    windows, schedule = layer_windows(shape), options.schedule
-    multiple = chunk_multiple(layout, options.use_seq_parallel)
-    cut = cut_by_flops(shape, windows, schedule.chunks, multiple)
+    schedule, multiple = options.schedule, chunk_multiple(layout, options.use_seq_parallel)
+    cut = cut_by_flops(shape, schedule.chunks, multiple)
     chunks = (cut.of_tokens if options.equal_tokens else cut).of_one_document(row_tokens)
     largest, whole = max(chunks), len(chunks) == 1
     if whole and memo is not None:
@@ -110,7 +108,7 @@ def memory_of_ranks(
         every = each_chunk(chunks, layout.ring, lambda far: pass_bytes(*of, options, far)[0])
         of_pass = replace(of_pass, keys=tuple(map(chunk_keys, layers_of(*of, options))))
         batch *= 2 * row_tokens / largest  # whole, and chunk by chunk
-    stages = stages_of(shape, windows, DrawnRows.whole(row_tokens), layout.pipeline, options)
+    stages = stages_of(shape, DrawnRows.whole(row_tokens), layout.pipeline, options)
     of_passes = options.micro_batch * layout.data
     passes = -(-(options.step_rows or ROUNDS * stages.ranks * of_passes) // of_passes)
     found, met = list[Memory](), set[object]()
