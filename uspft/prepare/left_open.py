@@ -241,8 +241,7 @@ def wrong_in(recipe: Recipe, shape: ModelShape, asked: Collection[str]) -> WhyNo
 
     def why_not(way: Way) -> str | None:
         # The recomputation setting does not matter here.
-        runs = way.splits_tokens, way.stage, way.rows, way.schedule, way.options
-        key = way.layout, way.row.name, *runs
+        key = way.layout, way.row.name, way.splits_tokens, way.stage, way.rows, way.schedule
         if key not in known:
             known[key] = wrong(way)
         return known[key]
