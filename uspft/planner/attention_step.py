@@ -124,11 +124,8 @@ def _brought(step: StepShape, window: int | None) -> float:
 
 
 def local_heads(model: ModelShape, tensor: int) -> Heads:
-    """Return the heads of one layer on a tensor rank.
-
-    A KV head that does not divide is replicated.
-    """
-    return Heads(-(-model.heads // tensor), -(-model.kv_heads // tensor), model.head_dim)
+    """Return the heads of one layer on a tensor rank."""
+    return Heads(model.heads, model.kv_heads, model.head_dim).on(tensor)
 
 
 CHUNK_TOKENS = 64
