@@ -75,7 +75,7 @@ FEW = {
     ),
     "first layer frozen": Case(
         *("llama", "nothing", "last layer", "bfloat16", Layout(pipeline=3)),
-        *(Schedule(sizes=(1, 2, 1)), 3),
+        *(Schedule(sizes=(1, 2, 1)), 7),
     ),
     "some layers checkpointed": Case(
         *("llama", "first layers", "all", "bfloat16", Layout(pipeline=3)),
