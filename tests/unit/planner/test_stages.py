@@ -207,6 +207,19 @@ def test_zero_divides_a_stage_over_its_own_ranks(stage: int) -> None:
         assert found.bytes_of(name) == pytest.approx(often * size * most, rel=1e-3), name
 
 
+def test_of_ranks_with_like_layers_each_stores_what_of_its_own_trains() -> None:
+    """The second and third rank have as many layers, of which only the third's train."""
+    frozen = r"embed|lm_head|layers\.(\d|1[0-5])\."
+    shape = step(freeze=(frozen,), schedule=Schedule(sizes=(6, 10, 10, 6)))
+    layout = Layout(data=2, pipeline=4)
+    placed = PlacedStep(shape, layout, H100, ALONE)
+    stages = dealt_stages(shape, layout, Memo())
+    every = [stored_parts(shape, layout, stages, place) for place in range(4)]
+    assert [parts[0].trained // LAYER for parts in every] == [0, 0, 10, 6]
+    assert pipeline_costs(placed)[-1] == every[2]
+    assert step_time(placed).bytes_of("gradients") == 4 * every[2][0].trained
+
+
 def test_zero_3_fetches_nothing_ahead_among_stages() -> None:
     whole = timed(Layout(data=4), zero_stage=3, overlaps=True)
     staged = timed(Layout(data=4, pipeline=2), zero_stage=3, overlaps=True)
