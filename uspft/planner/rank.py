@@ -365,7 +365,7 @@ def recommend(
     first, *others = found[:LOOKED] if asked else found[: NAMED + 1]
     what = "is the fastest layout that fits" if first.fits else "is the fastest, though none fits"
     beside = [
-        f"{one.name} {one.seconds / first.seconds:.4g} ×" + " (does not fit)" * (not one.fits)
+        f"{one.name} {as_long(one.seconds, first.seconds)}" + " (does not fit)" * (not one.fits)
         for one in others[:NAMED]
     ]
     why = f"{first.name} {what}" + (f"; beside it {', '.join(beside)}" if beside else "")
@@ -395,10 +395,16 @@ def _reason(key: str, first: Ranked, others: Sequence[Ranked], more: bool) -> st
 def _beside(first: Ranked, value: Any, other: Ranked) -> str:
     name = f" ({other.name})" * (other.name != first.name)
     said = as_written(value)
-    takes = f"a step takes {other.seconds / first.seconds:.4g} ×{name}"
+    takes = f"a step takes {as_long(other.seconds, first.seconds)}{name}"
     if other.fits or not first.fits:
         return f"with {said} {takes}"
     return f"with {said} it does not fit{name}"
+
+
+def as_long(seconds: float, other_seconds: float) -> str:
+    """Return how long something takes beside something else, as in `1.05 × as long`."""
+    ratio = f"{seconds / other_seconds:.4g}"
+    return "as long" if ratio == "1" else f"{ratio} × as long"
 
 
 def likely(ranks: int, space: Space, step_rows: int, why_not: WhyNot) -> Way | None:

@@ -23,7 +23,7 @@ from uspft.planner.machine import FIGURES, Hardware, Link, Measurement
 from uspft.planner.memory import formula
 from uspft.planner.memory.formula import memory_of, memory_of_ranks
 from uspft.planner.options import RECOMPUTES, Options
-from uspft.planner.rank import Choice, ranked, ranking, recommend
+from uspft.planner.rank import Choice, as_long, ranked, ranking, recommend
 from uspft.planner.step_shape import DrawnRows, Memo, StepShape
 from uspft.planner.ways import Space, Way, every_way, legal_for, ways
 from uspft.prepare.examine import examine
@@ -406,9 +406,13 @@ def test_no_other_number_of_ranks_divides_experts_that_a_model_lacks() -> None:
     for experts in ({1}, None):
         space = Space(experts=experts, pipelines=None)
         found = recommend(step, 64, space, H100, FULL, asked=[key, "parallel_config.data_parallel"])
-        assert found and "a step takes" in found.reasons["parallel_config.data_parallel"]
+        assert found and "× as long" in found.reasons["parallel_config.data_parallel"]
         reasons.append(found.reasons[key])
     assert reasons[0] == "nothing else is possible here" and reasons[1].startswith("none of the")
+
+
+def test_what_is_as_fast_takes_as_long() -> None:
+    assert as_long(2.0, 1.0) == "2 × as long" and as_long(1.00001, 1.0) == "as long"
 
 
 def long_tailed(seed: int) -> Segments:
