@@ -67,7 +67,10 @@ def test_the_help_of_a_verb_is_its_usage_and_says_every_option(
     out = capsys.readouterr().out
     usage, *options = out.split("\n  -")
     named = {f"-{line.split()[0]}" for line in options}
-    taken = {*OPTIONS.get(verb, ()), *({HOSTFILE} if verb in ("train", "verify", "calibrate") else ())}
+    taken = {
+        *OPTIONS.get(verb, ()),
+        *({HOSTFILE} if verb in ("train", "verify", "calibrate") else ()),
+    }
     assert named == taken and all(len(line.split()) > 1 for line in options)
     assert usage.startswith("usage: ") and all(name in usage for name in taken - {HOSTFILE})
     assert not any(f" {other} " in usage for other in {*VERBS} - {verb, "recipes"})
