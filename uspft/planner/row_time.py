@@ -240,28 +240,10 @@ def chunk_prices(placed: PlacedStep) -> ChunkPrices:
     step, length = whole.step, whole.step.row.length
     empty, full = Segments((0,), length), Segments.single(length)
 
-    def added(row: Segments) -> dict[int | None, float]:
-        """Return the seconds that another such row adds to the layers with each window."""
-        found = dict.fromkeys(step.windows, 0.0)
-        for rows, sign in ((1, -1), (2, 1)):
-            alone = replace(step, row=row, sample=None).under(micro_batch=rows)
-            one_of, _ = parts_apart(whole.of(alone))
-            for layer in step.layers:
-                found[layer.window] += sign * seconds_of(one_of[layer]) / whole.layout.pipeline
-        return found
-
     def of_pairs() -> Iterator[tuple[int | None, float]]:
-<<<<<<< HEAD
-        without = added(empty)
-        for window, seconds in added(full).items():
-            if window != NO_KEYS:
-                own = max(seconds - without[window], 0.0)
-                yield window, own / int(pairs(length, window))
-=======
         for window, layers in step.windows.items():
             of = partial(attention_parts, window=window)
             more = row_time(whole, full, of).row - row_time(whole, empty, of).row
             yield window, layers * max(more, 0.0) / int(pairs(length, window))
->>>>>>> main
 
     return ChunkPrices(row_time(whole, empty).row / length, tuple(of_pairs()))

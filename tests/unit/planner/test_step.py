@@ -70,26 +70,6 @@ def test_one_rank_computes_all_and_moves_nothing() -> None:
 
 def test_layers_with_heads_of_two_sizes_cost_what_they_would_apart() -> None:
     """Those that see all have fewer KV heads, of twice the features."""
-<<<<<<< HEAD
-    layout, windows = Layout(ulysses=2, ring=2), (512,) * 20 + (None,) * 12
-    kinds = ["sliding_attention"] * 20 + ["full_attention"] * 12
-    raw = {**LLAMA.raw, "use_sliding_window": True, "sliding_window": 512, "layer_types": kinds}
-    both = replace(LLAMA, model_type="qwen2", raw=raw, seeing_all=(4, 256))
-    wide = replace(LLAMA, kv_heads=4, head_dim=256)
-    names = "attention", "ring", "all_to_all", "products"
-    parts = [
-        timed(layout, algorithm="hybrid_cp", model=replace(model, layers=len(some)), windows=some)
-        for model, some in (
-            *((both, windows), (LLAMA, windows[:20]), (wide, windows[20:])),
-            *((LLAMA, windows[20:21]), (LLAMA, windows[20:22])),
-        )
-    ]
-    for name in names:
-        whole, *apart, one, two = (part.of(name) for part in parts)
-        head = 2 * one - two
-        assert whole == pytest.approx(sum(apart) - head, rel=1e-6), name
-    flops = [model_flops(step(model=m, windows=w)) for m, w in ((both, windows), (LLAMA, windows))]
-=======
     layout, slides = Layout(ulysses=2, ring=2), (True,) * 20 + (False,) * 12
     alike = windowed(LLAMA, 512, slides)
     both = replace(alike, seeing_all=(4, 256))
@@ -97,14 +77,16 @@ def test_layers_with_heads_of_two_sizes_cost_what_they_would_apart() -> None:
     names = "attention", "ring", "all_to_all", "products"
     parts = [
         timed(layout, algorithm="hybrid_cp", model=model)
-        for model in (both, windowed(LLAMA, 512, slides[:20]), windowed(wide, 512, slides[20:]))
+        for model in (
+            *(both, windowed(LLAMA, 512, slides[:20]), windowed(wide, 512, slides[20:])),
+            *(replace(LLAMA, layers=1), replace(LLAMA, layers=2)),
+        )
     ]
-    head = timed(layout, algorithm="hybrid_cp", model=replace(LLAMA, layers=0))
     for name in names:
-        whole, *apart = (part.of(name) for part in parts)
-        assert whole == pytest.approx(sum(apart) - head.of(name), rel=1e-6), name
+        whole, *apart, one, two = (part.of(name) for part in parts)
+        head = 2 * one - two
+        assert whole == pytest.approx(sum(apart) - head, rel=1e-6), name
     flops = [model_flops(step(model=one)) for one in (both, alike)]
->>>>>>> main
     assert flops[0] > 1.1 * flops[1]
 
 
