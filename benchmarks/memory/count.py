@@ -36,7 +36,7 @@ from uspft.mesh import Groups, make_mesh
 from uspft.model import linear
 from uspft.model.build import choose_trained, hold_corrections
 from uspft.model.causal import CausalModel
-from uspft.model.hf_config import layer_windows, softcap_of
+from uspft.model.hf_config import heads_of_layers, layer_windows, softcap_of
 from uspft.model.linear import bind_linear_layers
 from uspft.model.offload import Copies
 from uspft.model.parallel import shards_under
@@ -133,8 +133,8 @@ def count(
     windows = set(layer_windows(config))
     if len(windows) == 1:  # tokens are then in an order made for it, as a run's are
         options["window"] = windows.pop()
-    ranks, kv = layout.mesh_columns * layout.ulysses, config.num_key_value_heads
-    even = config.num_attention_heads % ranks == 0 and 0 in (kv % ranks, ranks % kv)
+    ranks, each = layout.mesh_columns * layout.ulysses, heads_of_layers(config)
+    even = all(one.query % ranks == 0 in (one.kv % ranks, ranks % one.kv) for one in each)
     step = ranks if even else layout.mesh_columns
     options["keep"] = not (memory.gradient_checkpointing or memory.heads_at_once)
     for rank in range(0, layout.mesh_columns * layout.context, step):

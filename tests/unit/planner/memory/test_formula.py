@@ -254,7 +254,7 @@ FEW = [
     Case("granite moe", "tensor, experts", "groups away", "lora", "bfloat16"),
     Case("states, experts", "planned 2", "groups away", "all", "bfloat16"),
     Case("gemma4", "tensor", "exchange", "last layer", "bfloat16"),
-    Case("many words", "whole", "two tiles", "all", "bfloat16"),
+    Case("many heads", "whole", "two tiles", "last layer", "bfloat16"),
     Case("many heads", "planned 4", "none", "all", "bfloat16"),
     Case("llama", "ulysses 4", "offload of one layer", "all", "bfloat16", 2),
     Case("many heads", "hybrid", "none, tiles", "all", "float32", 2),
