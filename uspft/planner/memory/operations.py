@@ -320,7 +320,7 @@ class LayerTape(Tape):
         held = [one.storage for one in inputs]
         made, filled = [self.new(inputs[0].size)], sum(one.size for one in inputs if one.node)
 
-        def parts() -> list[Tensor]:
+        def parts(share: float) -> list[Tensor]:
             each = zip(sizes, held, wanted, strict=True)
             return [
                 self.leaf(size * share, storage) if wants else Tensor(size * share, storage)
@@ -331,29 +331,29 @@ class LayerTape(Tape):
             found = [self.new(n) if wants else None for n, wants in zip(sizes, wanted, strict=True)]
             sums: list[Storage] = []
             last: list[Storage | None] = []  # Python's loop keeps a reference to a tile's gradients
-            # The second tile stands for all later ones.
-            for number in (1.0, 1 / share - 1)[: 2 if share < 1 else 1]:
+            # The second tile, which may be the shorter last one, stands for all later ones.
+            rest = min(share, 1 - share)
+            later = (1 - share) / rest if rest else 0.0
+            for of_tile, number in ((share, 1.0), (rest, later))[: 2 if rest else 1]:
                 with self.alike(number), self.apart(collects=True) as parameters:
-                    tile = parts()
+                    tile = parts(of_tile)
                     out = module(tile)
                     if out.node:
                         self.backward(out, self.new(0.0))
                     del out
-                    self.moves(2 * share * filled)
                 whole = [one.gradient for one in parameters]
                 parameters.clear()
                 last[:] = [one.node.gradient for one in tile if one.node][-1:]
                 del tile
-                sizes_of = [one.size for one in whole if one]
                 if not sums:
-                    sums = [self.new(wide * size) for size in sizes_of]
-                    self.moves((1 + wide) * sum(sizes_of) * (wide > 1))
-                else:
-                    self.moves(number * (1 + 2 * wide) * sum(sizes_of))
+                    sums = [self.new(wide * one.size) for one in whole if one]
+                sizes_of = [one.size for one in whole if one]
                 del whole
             if wide > 1:
                 sums += [self.new(size) for size in sizes_of]
-                self.moves((wide + 1) * sum(sizes_of))
+            # The first tile's gradients are cast, the later ones' added, and the sum is cast back.
+            casts = 2 * (1 + wide) * (wide > 1)
+            self.moves(2 * filled + (casts + later * (1 + 2 * wide)) * sum(sizes_of))
             return [*found, None]
 
         out = self.record(

@@ -66,12 +66,12 @@ def counted(rank: int, cases: list[Case]) -> list[int]:
     """What one forward and backward reads and writes, where a product adds to its sum itself."""
     found = []
     with alone(), patch("uspft.model.loss._add_product", lambda out, a, b: None):
-        for model, layout, saving, trained, dtype in cases:
-            counting, (where, algorithm, others) = MovedBytes(), LAYOUTS[layout]
-            config, memory = made_of(model, dtype), MemoryBlock(**SAVING[saving])
+        for case in cases:
+            counting, (where, algorithm, others) = MovedBytes(), LAYOUTS[case.layout]
+            config, memory = made_of(case.model, case.dtype), MemoryBlock(**SAVING[case.saving])
             with patch("benchmarks.memory.count.LiveBytes", lambda: counting):  # noqa: B023
                 given = config, TOKENS, memory, where, algorithm
-                count(*given, trained=TRAINED[trained], **others)
+                count(*given, trained=TRAINED[case.trained], **others)
             found.append(counting.moved)
     return found
 
