@@ -221,13 +221,13 @@ def layout_of(parallel: ParallelBlock, ranks: int | None) -> Layout | Finding:
     data, left = divmod(ranks, fixed.ranks)
     product = (
         f"context_parallel {parallel.context_parallel} × model_parallel {fixed.tensor} × "
-        f"pipeline_stage {fixed.pipeline} = {fixed.ranks}"
+        f"pipeline_stage {fixed.pipeline}"
     )
     if data == 0 or left:
         key = "context_parallel" if parallel.context_parallel > 1 else "model_parallel"
         return (
             f"parallel_config.{key}",
-            f"{product} does not divide the {ranks} processes of this run",
+            f"{product} = {fixed.ranks} does not divide the {ranks} processes of this run",
             f"start a multiple of {fixed.ranks} processes (launch.processes) or change the degrees "
             f"(check and plan take --ranks {fixed.ranks} for another machine)",
         )
@@ -235,7 +235,7 @@ def layout_of(parallel: ParallelBlock, ranks: int | None) -> Layout | Finding:
         asked = int(wanted) * fixed.ranks
         return (
             "parallel_config.data_parallel",
-            f"data_parallel {wanted} × {product} is {asked} processes, but this run has {ranks}",
+            f"data_parallel {wanted} × {product} = {asked} processes, but this run has {ranks}",
             f"write auto, or {data} (check and plan take --ranks {asked} for another machine)",
         )
     found, experts = replace(fixed, data=data), parallel.expert_parallel

@@ -123,7 +123,12 @@ def test_layout_of(fields: dict[str, Any], ranks: int | None, layout: Layout) ->
     [
         (HYBRID, 12, "context_parallel", ["= 8 does not divide the 12", "a multiple of 8"]),
         (HYBRID, 4, "context_parallel", ["does not divide the 4", "a multiple of 8"]),
-        (HYBRID | {"data_parallel": 3}, 16, "data_parallel", ["24 processes", "has 16", "or 2"]),
+        (
+            HYBRID | {"data_parallel": 3},
+            16,
+            "data_parallel",
+            ["stage 1 = 24 processes", "has 16", "or 2"],
+        ),
         ({"data_parallel": 3}, 2, "data_parallel", ["3 processes", "has 2", "auto, or 2"]),
     ],
 )

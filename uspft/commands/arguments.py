@@ -51,8 +51,8 @@ USAGE = """usage: {0} [train] RECIPE.yaml [key.path=value ...]
        {0} preprocess RECIPE.yaml [--ranks N] [--clean] [key.path=value ...]
        {0} inspect RECIPE.yaml [--ranks N] [--rows N] [--html FILE] [key.path=value ...]
        {0} verify RECIPE.yaml [--steps N] [--inject FAULT] [--all] [key.path=value ...]
-       {0} export OUTPUT_OR_CHECKPOINT [to=FOLDER] [base=FOLDER]
-       {0} chat OUTPUT [system=TEXT] [max_new_tokens=N] [base=FOLDER]
+       {0} export OUTPUT_OR_CHECKPOINT [to=FOLDER] [base=PLACE]
+       {0} chat OUTPUT [system=TEXT] [max_new_tokens=N] [base=PLACE]
        {0} report OUTPUT [OUTPUT ...] [-o FILE] [--live [--port N]]
        {0} calibrate RECIPE.yaml [to=FILE] [key.path=value ...]
        {0} recipes [NAME [FILE]]
@@ -75,8 +75,9 @@ def usage(words: Sequence[str], program: str) -> str:
         if inside:
             own.append(line)
     own[0] = own[0].replace(start, "usage: ", 1)
-    options = {**OPTIONS.get(verb, {}), **({HOSTFILE: ""} if starts_ranks(words) else {})}
-    told = [f"  {name:<11} {MEANING.get(f'{verb} {name}') or MEANING[name]}" for name in options]
+    names = [*options_of(verb), *re.findall(r"\[(\w+=)[A-Z]", " ".join(own))]
+    width = max(map(len, names), default=0) + 1
+    told = [f"  {name:<{width}} {MEANING.get(f'{verb} {name}') or MEANING[name]}" for name in names]
     if any("key.path=value" in line for line in own):
         told.append("key.path=value sets a key of the recipe; docs/keys.md has all of them")
     return "\n".join([*own, *told])
@@ -85,6 +86,11 @@ def usage(words: Sequence[str], program: str) -> str:
 def starts_ranks(given: Sequence[str]) -> bool:
     """Tell whether the command starts ranks on every host."""
     return given[0] not in VERBS or given[0] in ("train", "verify", "calibrate")
+
+
+def options_of(verb: str) -> list[str]:
+    """Return the options that a verb takes."""
+    return [*OPTIONS.get(verb, ()), *([HOSTFILE] if starts_ranks([verb]) else [])]
 
 
 def without_hostfile(given: Sequence[str]) -> tuple[Path | None, list[str]]:
@@ -176,8 +182,13 @@ MEANING: Mapping[str, str] = {
     "convert --ranks": "how many devices the configuration runs on",
     "--from": "whose configuration it is, where its keys do not tell",
     "--hostfile": "start it on the hosts of a file in DeepSpeed's format, by ssh",
+    "export to=": "write the model alone, to this new folder",
+    "base=": "where the base model is now, a folder or hub id",
+    "system=": "the system message of each conversation",
+    "max_new_tokens=": "most tokens of an answer",
+    "calibrate to=": "the hardware file, OUTPUT/hardware.yaml if left out",
 }
-"""What each option does, by its name, or by verb and name where verbs differ."""
+"""What each option or setting does, by its name, or by verb and name where verbs differ."""
 FLAGS = ("--all", "--clean", "--json", "--force", "--live")
 FILES = ("-o", "--html", "--timeline")
 COUNTS = ("--ranks", "--top", "--take", "--rows", "--port", "--steps")
@@ -203,12 +214,13 @@ def _arguments(verb: str, words: list[str]) -> tuple[Path, list[str], dict[str, 
         elif name in INSTEAD:
             raise UsageError(word, f"{verb} takes no such option", f"write {INSTEAD[name]}")
         elif word.startswith("-"):
-            takes = ", ".join(OPTIONS.get(verb, ())) or "none"
+            takes = ", ".join(options_of(verb)) or "none"
             remedy = f"{verb} takes {takes}; {to_type(os.environ, verb, '--help')} says more"
             raise UsageError(word, "unknown option", remedy)
         else:
             rest.append(word)
     wanted = "OUTPUT" if verb in OF_OUTPUT else "RECIPE.yaml"
+    wanted = "THEIRS.yaml" if verb == "convert" else wanted
     if not rest:
         raise UsageError(verb, "needs a target", f"write {to_type(os.environ, verb, wanted)}")
     if "=" in rest[0] and not os.path.exists(rest[0]):

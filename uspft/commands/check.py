@@ -11,7 +11,7 @@ from uspft.blocks import WIDEST
 from uspft.checkpoint.folder import Checkpoint, CheckpointError, folders_of
 from uspft.config import Fault, InputError, Recipe
 from uspft.config.inputs import ELEMENT_BYTES
-from uspft.config.problems import UsageError
+from uspft.config.problems import UsageError, counted
 from uspft.data.corpus.prepare import first_look
 from uspft.job import Job
 from uspft.launcher.hosts import planned_hosts
@@ -58,6 +58,9 @@ def check(target: Path, overrides: Sequence[str], place: Invocation) -> int:
             recipe = found.recipe
         job = _job(found, place, tokenizer)
         disk = _disk(recipe, examined, job) if examined else []
+    if recipe.launch.device == "cuda" and not found.known.gpus:
+        of = f"{counted(found.layout.ranks, 'process', 'es')}, with the figures under `hardware`"
+        found.not_checked.append(f"GPUs (there is none here; what is said is for {of})")
     if not examined:
         found.not_checked.append("disk (the sizes of the model are not known here)")
     data = [*look.shapes[:SHOWN_FILES]]

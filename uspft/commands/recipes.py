@@ -31,9 +31,9 @@ def recipes(words: Sequence[str], environment: Mapping[str, str], shipped: Path 
     typed = to_type(environment, "recipes")
     if wrong := next((word for word in words if word.startswith("-")), None):
         raise UsageError(wrong, "unknown option", f"write {typed} [NAME [FILE]]")
-    if len(words) > 2:
+    if more := [word for word in words if "=" in word] or words[2:]:
         remedy = f"write {typed} NAME FILE, and change the copy"
-        raise UsageError(words[2], "recipes takes a name and a file", remedy)
+        raise UsageError(more[0], "recipes takes a name and a file", remedy)
     found = {path.stem: path for path in shipped.glob("*.yaml")}
     if not found:
         what = f"no recipes are next to the package, in {shipped}"

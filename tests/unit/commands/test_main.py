@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from uspft.commands.arguments import HOSTFILE, OPTIONS, VERBS, starts_ranks
+from uspft.commands.arguments import HOSTFILE, OPTIONS, VERBS
 from uspft.commands.main import main
 
 HEAVY = ("torch", "transformers", "deepspeed", "accelerate", "peft", "datasets")
@@ -64,9 +64,18 @@ def test_the_help_of_a_verb_is_its_usage_and_says_every_option(
     verb: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([verb, "--help"]) == 0
-    usage, *options = capsys.readouterr().out.split("\n  -")
+    out = capsys.readouterr().out
+    usage, *options = out.split("\n  -")
     named = {f"-{line.split()[0]}" for line in options}
-    taken = {*OPTIONS.get(verb, ()), *({HOSTFILE} if starts_ranks([verb]) else ())}
+    taken = {
+        *OPTIONS.get(verb, ()),
+        *({HOSTFILE} if verb in ("train", "verify", "calibrate") else ()),
+    }
     assert named == taken and all(len(line.split()) > 1 for line in options)
     assert usage.startswith("usage: ") and all(name in usage for name in taken - {HOSTFILE})
     assert not any(f" {other} " in usage for other in {*VERBS} - {verb, "recipes"})
+    assert re.findall(r"\n  (\w+=) +\S", out) == re.findall(r"\[(\w+=)[A-Z]", out)
+    if taken:
+        assert main([verb, "x.yaml", "--fast"]) == 2
+        wanted = capsys.readouterr().err.partition(" takes ")[2].partition("; ")[0]
+        assert {*wanted.split(", ")} == taken

@@ -143,6 +143,7 @@ def test_no_file_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[st
         (["zzz"], "zzz: is no shipped recipe; `../bin/uspft recipes` lists them"),
         (["--all"], "--all: unknown option; write ../bin/uspft recipes [NAME [FILE]]"),
         (["quickstart", "a.yaml", "seed=1"], "seed=1: recipes takes a name and a file; write"),
+        (["quickstart", "seed=1"], "seed=1: recipes takes a name and a file; write"),
     ],
 )
 def test_a_wrong_word_is_told(words: list[str], told: str) -> None:

@@ -134,6 +134,8 @@ class Remembered:
 
     def __call__(self, attend: InnerAttention, inputs: list[Tensor]) -> Tensor:
         tape = self._tape
+        if not any(one.node for one in inputs):  # without a backward nothing is saved
+            return attend(inputs)
         if self._out is None:
             with tape.apart():
                 self._leaves = [tape.leaf(one.size, one.storage) for one in inputs]

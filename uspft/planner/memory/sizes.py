@@ -437,8 +437,7 @@ def _checkpointed(
     """Return the layers that are checkpointed."""
     if not options.checkpointing or options.first_layers is None:
         return range(shape.layers) if options.checkpointing else ()
-    rows = DrawnRows.whole(row_tokens)
-    stages = stages_of(shape, layer_windows(shape), rows, layout.pipeline, options)
+    stages = stages_of(shape, DrawnRows.whole(row_tokens), layout.pipeline, options)
     return first_layers(options.first_layers, stages)
 
 
