@@ -176,7 +176,8 @@ def _epochs(number: float) -> str:
 
 
 def intervals_told(recipe: Recipe, job: Job | None) -> Iterator[str]:
-    """Yield a line on when checkpoints are saved, and one on when evaluations run.
+    """Yield a line on when checkpoints are saved, unless the recipe has the number of steps, and
+    one on when evaluations run.
 
     job: None where the steps are not known yet, because the recipe counts epochs of data that is
     not read.
@@ -185,7 +186,7 @@ def intervals_told(recipe: Recipe, job: Job | None) -> Iterator[str]:
     sets = [source.title for source in recipe.data.eval or ()]
     if recipe.data.eval_fraction:
         sets = [f"{recipe.data.eval_fraction:.2%} of data.train, held out"]
-    if checkpoint.saves:
+    if checkpoint.every_epochs or (checkpoint.every_steps or 1) < 1:
         every = checkpoint.every_steps, checkpoint.every_epochs
         kept = f"the newest {checkpoint.keep_last} are" if checkpoint.keep_last else "all are"
         yield f"checkpoints: {_often(*every, job.saved_steps if job else ())}; {kept} kept"

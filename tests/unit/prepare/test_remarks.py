@@ -226,11 +226,15 @@ def test_when_it_saves_and_evaluates_is_told(tmp_path: Path, corpus: Path) -> No
         "checkpoints: after every 0.5 epochs and at the end; all are kept",
         "evaluation: y.jsonl, after every 0.25 of all steps and at the end",
     ]
+    share = recipe(tmp_path, checkpoint={"every_steps": 0.4})
+    assert [*intervals_told(share, Job(share, corpus, 10, {}))] == [
+        "checkpoints: after every 0.4 of all steps (steps 4, 8) and at the end; "
+        "the newest 2 are kept"
+    ]
     plain = recipe(tmp_path, data=evaluated)
     assert [
         *intervals_told(plain, Job(plain, corpus, identity={}, **course_of(plain, corpus)))
     ] == [
-        "checkpoints: after every 500 steps and at the end; the newest 2 are kept",
         "evaluation: y.jsonl, at the end",
     ]
 
