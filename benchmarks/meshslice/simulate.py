@@ -101,7 +101,7 @@ class Run:
         shape = ModelShape("llama", model.hidden, 1, *heads, *sizes, None, False, False, {})
         row = Segments.single(SEQUENCE)
         options = Options(step_rows=self.batch, micro_batch=self.batch, checkpointing=False)
-        return StepShape(shape, row, (None,), options)
+        return StepShape(shape, row, options)
 
     def on(self, torus: Torus) -> PlacedStep:
         """Return the layer's step on the chips, as the planner has it."""

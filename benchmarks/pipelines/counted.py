@@ -15,7 +15,7 @@ from benchmarks.memory.predicted import predicted_of_ranks
 from benchmarks.pipelines.sleeping import CHUNKED, RANKS, WHOLE
 from uspft.config.inputs import ModelBlock
 from uspft.config.recipe import MemoryBlock
-from uspft.families import ModelShape, layer_windows, read_shape
+from uspft.families import ModelShape, read_shape
 from uspft.layout import Layout
 from uspft.pipeline.schedules import Schedule, forward_and_backward
 from uspft.pipeline.simulator import simulate
@@ -83,7 +83,7 @@ def counted_in_chunks(case: Case) -> dict[str, Any]:
     """Return what each rank has of rows that go through whole, and in chunks of equal tokens and of
     equal FLOPs, which is near to equal time."""
     schedule = CHUNKED["seqpipe"]
-    cut = cut_by_flops(case.shape, layer_windows(case.shape), schedule.chunks, 1)
+    cut = cut_by_flops(case.shape, schedule.chunks, 1)
     ways = {EQUAL_TOKENS: cut.of_tokens, EQUAL_TIME: cut}
     found = {"1f1b": case.counted(WHOLE["1f1b"])}
     found |= {name: case.counted(schedule, one) for name, one in ways.items()}

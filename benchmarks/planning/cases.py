@@ -73,7 +73,6 @@ def _steps(name: str, table: Mapping[str, Any]) -> Iterator[Run]:
         step = StepShape(
             model,
             Segments.single(row["tokens"]),
-            (None,) * model.layers,
             Options(step_rows=row["rows"], checkpointing=False, use_seq_parallel=row["tensor"] > 1),
             scatters=True,
         )
@@ -86,7 +85,7 @@ def _forwards(name: str, table: Mapping[str, Any]) -> Iterator[Run]:
         sizes = (row["heads"], row["kv_heads"], row["head_dim"])
         model = _model(row["heads"] * row["head_dim"], 1, sizes, 1, 1)
         options = Options(step_rows=row["rows"], micro_batch=row["rows"])
-        step = StepShape(model, Segments.single(row["tokens"]), (None,), options)
+        step = StepShape(model, Segments.single(row["tokens"]), options)
         layout = Layout(1, row["ulysses"], row["ring"])
         yield Run(Block(name, row["tokens"], row["rows"]), step, layout, 1 / row["a_second"], False)
 

@@ -55,7 +55,7 @@ def moved(shape: ModelShape, mesh: tuple[int, int], recompute: bool) -> float:
     """What the model says that one rank sends, of rings of as many ranks as the larger axis has."""
     rows, columns = mesh
     options = Options(dtype="float32", checkpointing=recompute, slices=(2,) * 4)
-    step = StepShape(shape, Segments.single(LENGTH), (), options)
+    step = StepShape(shape, Segments.single(LENGTH), options)
     layout = Layout(columns, ring=rows, mesh_rows=rows)
     placed, share = PlacedStep(step, layout, H100), 1 - 1 / max(mesh)
     # The sums of norms and of the loss cross there and back.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +111,14 @@ TWO_LAYERS: dict[str, Any] = {
     "vocab_size": 512,
 }
 """Of a model whose bytes and operations are counted on meta tensors."""
+
+
+def windowed(model: ModelShape, window: int, layers: Sequence[bool]) -> ModelShape:
+    """The model with a sliding window in those of so many layers of which it is said."""
+    kinds = ["sliding_attention" if slides else "full_attention" for slides in layers]
+    own = {"layer_types": kinds, "use_sliding_window": True, "sliding_window": window}
+    raw = {**model.raw, **own}
+    return replace(model, model_type="qwen2", layers=len(layers), raw=raw)
 
 
 def without(config: dict[str, Any], key: str) -> dict[str, Any]:

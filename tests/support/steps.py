@@ -14,9 +14,8 @@ OWN = {field.name for field in fields(StepShape)}
 
 
 def step_of(model: ModelShape, tokens: int, **options: Any) -> StepShape:
-    """A step of rows of one document under full attention."""
-    row, windows = Segments.single(tokens), (None,) * model.layers
-    return StepShape(model, row, windows, Options(**options))
+    """A step of rows of one document."""
+    return StepShape(model, Segments.single(tokens), Options(**options))
 
 
 def changed(step: StepShape, **changes: Any) -> StepShape:

@@ -56,6 +56,9 @@ def check(target: Path, overrides: Sequence[str], place: Invocation) -> int:
             found = weighed_here(found, place, tokenizer, look.lengths)
             recipe = found.recipe
         disk = _disk(recipe, examined) if examined else []
+    if recipe.launch.device == "cuda" and not found.known.gpus:
+        of = f"{counted(found.layout.ranks, 'process', 'es')}, with the figures under `hardware`"
+        found.not_checked.append(f"GPUs (there is none here; what is said is for {of})")
     if not examined:
         found.not_checked.append("disk (the sizes of the model are not known here)")
     data = [*look.shapes[:SHOWN_FILES]]

@@ -296,7 +296,11 @@ def _said(
         what = f"expected a mapping of keys, got {shown(value)}"
         yield at, what, _INSTEAD.get(at, "indent its keys below it, or leave it out")
     else:
-        yield (at, *_sentence(value, node, kinds, [one.get("ctx", {}) for one in errors]))
+        what, remedy = _sentence(value, node, kinds, [one.get("ctx", {}) for one in errors])
+        if remedy.startswith("write a mapping"):
+            known = [name for part in inside(node, top) for name in part.get("properties", ())]
+            remedy = f"write {key[-1]}: {{{[*known, 'name'][0]}: …}}"
+        yield at, what, remedy
 
 
 def meant_key(key: str, known: Sequence[str]) -> str:
@@ -349,8 +353,6 @@ def _sentence(
     remedy = f"write {wanted}"
     if value == "None" and None in choices(node):
         remedy = "write null"
-    elif wanted.startswith("a mapping"):
-        remedy = "write {key: value}"
     elif isinstance(value, str) and types.keys() & {"integer", "number", "boolean"}:
         remedy = _meant_value(value, choices(node)) or remedy
     return f"expected {wanted}, got {shown(value)}", remedy

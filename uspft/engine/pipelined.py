@@ -175,9 +175,10 @@ class Pipeline:
             kind, stage, index, chunk = action
             batch = keys.part(batches[index], action)
             if kind == "forward":
-                x = self._entering(action, mail)
-                made = engine.take(batch, scales, stage, x)
-                if trains and stage >= self._first:
+                x, goes_back = self._entering(action, mail), trains and stage >= self._first
+                with torch.set_grad_enabled(goes_back):  # a graph that no backward frees would stay
+                    made = engine.take(batch, scales, stage, x)
+                if goes_back:
                     live[action] = x, made
                 else:
                     keys.forget(action, chunk + 1 == self._chunks)

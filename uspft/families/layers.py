@@ -3,7 +3,6 @@ recurrent state; experts, or an MLP."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from uspft.families.shape import ModelShape
@@ -29,17 +28,13 @@ class Blocks(NamedTuple):
         return of.borrowing if self.borrows else of
 
 
-def layer_blocks(
-    shape: ModelShape,
-    windows: Sequence[int | None] | None = None,
-    experts: Sequence[bool] | None = None,
-) -> tuple[Blocks, ...]:
-    """Return the blocks of each layer. windows, experts: by layer; None: as in the config."""
-    windows = layer_windows(shape) if windows is None else windows
-    experts, own = experts or expert_layers(shape), shape.layers - shape.borrowers
+def layer_blocks(shape: ModelShape) -> tuple[Blocks, ...]:
+    """Return the blocks of each layer."""
+    every, own = zip(layer_windows(shape), expert_layers(shape), strict=True), shape.layers
+    own -= shape.borrowers
     return tuple(
         Blocks(window == NO_KEYS, some, bool(shape.seeing_all) and window is None, number >= own)
-        for number, (window, some) in enumerate(zip(windows, experts, strict=True))
+        for number, (window, some) in enumerate(every)
     )
 
 

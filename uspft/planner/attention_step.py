@@ -118,17 +118,14 @@ def _work(placed: PlacedStep, window: int | None) -> AttentionWork:
 def _brought(step: StepShape, window: int | None) -> float:
     """Return by how much a layer with this window sends more keys when rows are cut into chunks, as
     a factor: the mean over rows."""
-    cut = cut_by_flops(step.model, step.windows, step.options.schedule.chunks, 1)
+    cut = cut_by_flops(step.model, step.options.schedule.chunks, 1)
     rows = step.drawn.rows
     return sum(cut.brought(row, window) for row in rows) / len(rows)
 
 
 def local_heads(model: ModelShape, tensor: int) -> Heads:
-    """Return the heads of one layer on a tensor rank.
-
-    A KV head that does not divide is replicated.
-    """
-    return Heads(-(-model.heads // tensor), -(-model.kv_heads // tensor), model.head_dim)
+    """Return the heads of one layer on a tensor rank."""
+    return Heads(model.heads, model.kv_heads, model.head_dim).on(tensor)
 
 
 CHUNK_TOKENS = 64

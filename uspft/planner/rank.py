@@ -16,7 +16,6 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 from uspft.config.messages import as_written
-from uspft.families import NO_KEYS
 from uspft.layout import Layout
 from uspft.planner import step as price
 from uspft.planner.attention_step import is_whole
@@ -236,8 +235,7 @@ def ranking(
 
     every = [one(way, search, closely=False) for way in listed]
     order, marked = _in_order(every), [one for one in every if one.own]
-    dealt = step.sample is not None
-    dealt = dealt or not all(is_whole(step.row, window) for window in {*step.windows} - {NO_KEYS})
+    dealt = step.sample is not None or not all(is_whole(step.row, one) for one in step.windows)
     if dealt or any(way.layout.pipeline > 1 for way in listed):
         given = step if dealt else search
         first = [one(each.way, given, closely=True) for each in islice(order, SHORTLIST)]
@@ -367,7 +365,7 @@ def recommend(
     first, *others = found[:LOOKED] if asked else found[: NAMED + 1]
     what = "is the fastest layout that fits" if first.fits else "is the fastest, though none fits"
     beside = [
-        f"{one.name} {one.seconds / first.seconds:.4g} ×" + " (does not fit)" * (not one.fits)
+        f"{one.name} {as_long(one.seconds, first.seconds)}" + " (does not fit)" * (not one.fits)
         for one in others[:NAMED]
     ]
     why = f"{first.name} {what}" + (f"; beside it {', '.join(beside)}" if beside else "")
@@ -397,10 +395,16 @@ def _reason(key: str, first: Ranked, others: Sequence[Ranked], more: bool) -> st
 def _beside(first: Ranked, value: Any, other: Ranked) -> str:
     name = f" ({other.name})" * (other.name != first.name)
     said = as_written(value)
-    takes = f"a step takes {other.seconds / first.seconds:.4g} ×{name}"
+    takes = f"a step takes {as_long(other.seconds, first.seconds)}{name}"
     if other.fits or not first.fits:
         return f"with {said} {takes}"
     return f"with {said} it does not fit{name}"
+
+
+def as_long(seconds: float, other_seconds: float) -> str:
+    """Return how long something takes beside something else, as in `1.05 × as long`."""
+    ratio = f"{seconds / other_seconds:.4g}"
+    return "as long" if ratio == "1" else f"{ratio} × as long"
 
 
 def likely(ranks: int, space: Space, step_rows: int, why_not: WhyNot) -> Way | None:

@@ -4,11 +4,12 @@ with strategies assigns rows to ranks."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
-from uspft.families import NO_KEYS, Blocks
+from uspft.families import Blocks
 from uspft.job import ChunkPrices
 from uspft.layout import EXPERTS
 from uspft.pipeline.schedules import PLAIN
@@ -213,15 +214,19 @@ class RowTime(NamedTuple):
         return self.row + self.beside
 
 
-def row_time(placed: PlacedStep, row: Segments) -> RowTime:
+def row_time(
+    placed: PlacedStep,
+    row: Segments,
+    parts: Callable[[PlacedStep], Iterable[StepPart]] = forward_and_backward,
+) -> RowTime:
     """Return the seconds of a row with its documents under a layout, without ZeRO's transfers.
 
-    In a pipeline they are the mean over stages, without the bubble.
+    In a pipeline they are the mean over stages, without the bubble. parts: the function that
+    returns the parts of a pass that count.
     """
     alone = replace(placed.step, row=row, sample=None)
     one, two = (
-        seconds_of(forward_and_backward(placed.of(alone.under(micro_batch=n))))
-        / placed.layout.pipeline
+        seconds_of(parts(placed.of(alone.under(micro_batch=n)))) / placed.layout.pipeline
         for n in (1, 2)
     )
     own = min(one, two - one)
@@ -236,13 +241,9 @@ def chunk_prices(placed: PlacedStep) -> ChunkPrices:
     empty, full = Segments((0,), length), Segments.single(length)
 
     def of_pairs() -> Iterator[tuple[int | None, float]]:
-        for window, layers in Counter(step.windows).items():
-            if window == NO_KEYS:
-                continue
-            # Finding what trains needs the names of all layers; products cancel in the difference.
-            alone = step.under(lora=None, freeze=())
-            one = whole.of(replace(alone, model=replace(step.model, layers=1), windows=(window,)))
-            more = row_time(one, full).row - row_time(one, empty).row
+        for window, layers in step.windows.items():
+            of = partial(attention_parts, window=window)
+            more = row_time(whole, full, of).row - row_time(whole, empty, of).row
             yield window, layers * max(more, 0.0) / int(pairs(length, window))
 
     return ChunkPrices(row_time(whole, empty).row / length, tuple(of_pairs()))

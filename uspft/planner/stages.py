@@ -8,21 +8,19 @@ a simulation of the schedule, action by action (`simulated`), for the best of th
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, combinations
 from typing import NamedTuple
 
-from uspft.families import NO_KEYS, ModelShape
-from uspft.families.layers import layer_blocks
+from uspft.families import NO_KEYS, ModelShape, layer_windows
 from uspft.pipeline.schedules import Action, Schedule, forward_and_backward, group_of
 from uspft.pipeline.simulator import Timeline, simulate
 from uspft.pipeline.stages import Each, Stages, dealt_out
 from uspft.planner.machine import Spread
 from uspft.planner.options import Options
 from uspft.planner.products import block_projections, head_projection, step_flops
-from uspft.planner.step_shape import DrawnRows, PlacedStep
+from uspft.planner.step_shape import DrawnRows, PlacedStep, StepLayer, step_layers
 from uspft.planner.trained import StageLayers
 from uspft.segments import Segments
 from uspft.sequence.chunked import Cut
@@ -39,21 +37,15 @@ def as_many(each: Each, ranks: int, schedule: Schedule) -> bool:
     return len(rows) == schedule.virtual and all(len(row) == ranks for row in rows)
 
 
-def stages_of(
-    model: ModelShape,
-    windows: Sequence[int | None],
-    rows: DrawnRows,
-    ranks: int,
-    options: Options,
-) -> Stages:
+def stages_of(model: ModelShape, rows: DrawnRows, ranks: int, options: Options) -> Stages:
     """Return the layers of each stage: as the schedule says, or balanced by FLOPs, those of the
     head counted to the last stage. A checkpointed layer counts its forward twice.
 
-    windows: of each layer. rows: those over which attention's FLOPs are averaged.
+    rows: those over which attention's FLOPs are averaged.
     """
     if sizes := options.schedule.sizes:
         return Stages.of_sizes(sizes, ranks)
-    costs, head = layer_flops(model, windows, rows)
+    costs, head = layer_flops(model, rows)
     more = AGAIN if options.checkpoints_all else 1.0
     return _dealt(tuple(more * cost for cost in costs), ranks, options.schedule.virtual, last=head)
 
@@ -110,32 +102,28 @@ def _leave_hosts(stages: Stages, apart: int, host: int) -> tuple[bool, ...]:
     return tuple(leaves(stage) for stage in range(stages.count - 1))
 
 
-def layer_flops(
-    model: ModelShape, windows: Sequence[int | None], rows: DrawnRows
-) -> tuple[list[float], float]:
+def layer_flops(model: ModelShape, rows: DrawnRows) -> tuple[list[float], float]:
     """Return the FLOPs of a row in each layer, and in the head, averaged over rows.
 
-    windows: the sliding window of each layer; None: full attention. The embedding look-up costs
-    none, and a state's recurrence is left out, which is a hundredth of its layer.
+    The embedding look-up costs none, and a state's recurrence is left out, which is a hundredth of
+    its layer.
     """
-    tokens, blocks = rows.rows[0].length, layer_blocks(model, windows)
-    known, kinds = {}, list(zip(windows, blocks, strict=True))
-    for window, one in dict.fromkeys(kinds):
+    tokens, kinds, known = rows.rows[0].length, step_layers(model), dict[StepLayer, float]()
+    for kind in dict.fromkeys(kinds):
+        window, one = kind
         met = sum(matrix.met for matrix in block_projections(model, one))
         heads = 1, model.heads, model.of_window(window).head_dim
-        known[window, one] = step_flops(met, tokens, int(rows.pairs(window)), heads)
+        known[kind] = step_flops(met, tokens, int(rows.pairs(window)), heads)
     head = step_flops(head_projection(model).met, tokens, 0, (1, model.heads, 1))
     return [known[kind] for kind in kinds], head
 
 
-def cut_by_flops(
-    model: ModelShape, windows: Sequence[int | None], chunks: int, multiple: int
-) -> Cut:
+def cut_by_flops(model: ModelShape, chunks: int, multiple: int) -> Cut:
     """Return the cut of rows into chunks of equal FLOPs, which take about equal time on any
-    hardware. windows: of each layer."""
+    hardware."""
     # A row of padding alone has no (query, key) pairs.
-    layers, head = layer_flops(model, windows, DrawnRows((Segments((0,), 1),)))
-    kinds = Counter(windows)
+    layers, head = layer_flops(model, DrawnRows((Segments((0,), 1),)))
+    kinds = Counter(layer_windows(model))
     pair = {w: 12.0 * model.heads * model.of_window(w).head_dim for w in kinds}
     seen = tuple((w, pair[w] * n) for w, n in kinds.items() if w != NO_KEYS)
     return Cut(chunks, multiple, head + sum(layers), seen)

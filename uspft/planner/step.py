@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
-from uspft.families import NO_KEYS, layer_blocks
+from uspft.families import layer_blocks
 from uspft.layout import ALIKE, COPIES, Layout
 from uspft.pipeline.schedules import Schedule
 from uspft.pipeline.stages import Stages
@@ -38,7 +38,7 @@ from uspft.planner.step_shape import (
     StepTime,
     seconds_of,
 )
-from uspft.planner.trained import all_layers, counts_of
+from uspft.planner.trained import all_layers, counts_of, kinds_of_layers
 
 NOT_PREDICTED = (
     "the time of offloading, and the products of MLPs in tiles that are made again",
@@ -78,11 +78,10 @@ def _often(placed: PlacedStep, parts: Sequence[StepPart]) -> Iterator[StepPart]:
 
 def model_flops(step: StepShape) -> float:
     """Return the step's FLOPs as MFU counts them."""
-    model, layers = step.model, Counter(step.windows)
+    model = step.model
     pairs = sum(
         count * step.drawn.pairs(window) * model.of_window(window).head_dim
-        for window, count in layers.items()
-        if window != NO_KEYS
+        for window, count in step.windows.items()
     )
     tokens, parameters = step.step_rows * step.row.length, met_parameters(model)
     shape = (1, model.heads, 1)  # every pair counts for all layers and features
@@ -119,13 +118,14 @@ def pipeline_costs(placed: PlacedStep) -> tuple[PipelineCosts, list[StepPart], S
     step, layout, memo = placed.step, placed.layout, placed.memo
     stages = dealt_stages(step, layout, memo)
     one_of, outside = parts_apart(placed)
-    by_rank, by_stage = memo.once(("layers", stages), lambda: _layers_of(stages, step.layers))
-    ranks = dict[tuple[_Layers, bool, bool], tuple[list[StepPart], StoredParts]]()
+    by_rank, by_stage = memo.once(("layers", stages), lambda: _layers_of(stages, step))
+    ranks = dict[_RankLayers, tuple[list[StepPart], StoredParts]]()
     for rank, kind in enumerate(by_rank):
         if kind in ranks:
             continue
         layers, _, last = kind
-        parts = [part.times(n) for layer, n in layers for part in one_of[layer]] + outside * last
+        parts = [part.times(n) for (layer, _), n in layers for part in one_of[layer]]
+        parts += outside * last
         stored = _stored(placed, stages, rank)
         moved, fetched = list[StepPart](), list[StepPart]()
         for part in zero_in_each_pass(placed, stored):
@@ -133,7 +133,7 @@ def pipeline_costs(placed: PlacedStep) -> tuple[PipelineCosts, list[StepPart], S
         moved = [*hidden_behind(step, moved, _hiding_seconds(parts))]
         ranks[kind] = [*parts, *moved, *fetched], stored
     of_layer = {layer: seconds_of(parts) for layer, parts in one_of.items()}
-    plain = [sum(of_layer[layer] * n for layer, n in layers) for layers in by_stage]
+    plain = [sum(map(of_layer.__getitem__, layers)) for layers in by_stage]
     plain[-1] += seconds_of(outside)
     seconds = {kind: seconds_of(parts) for kind, (parts, _) in ranks.items()}
     whole = [seconds[kind] for kind in by_rank]
@@ -159,26 +159,26 @@ def dealt_stages(step: StepShape, layout: Layout, memo: Memo) -> Stages:
     options, ranks = step.options, layout.pipeline
     return memo.once(
         ("stages", ranks, options.schedule, options.checkpoints_all),
-        lambda: stages_of(step.model, step.windows, step.drawn, ranks, options),
+        lambda: stages_of(step.model, step.drawn, ranks, options),
     )
 
 
-_Layers = tuple[tuple[StepLayer, int], ...]
-"""Each kind of layer, with the number of such layers."""
+_RankLayers = tuple[tuple[tuple[tuple[StepLayer, int], int], ...], bool, bool]
+"""The layers of a rank of a pipeline: the number of each kind, whose modules and what of them
+trains are alike; whether it is the first rank; whether it is the last."""
 
 
-def _layers_of(
-    stages: Stages, layers: Sequence[StepLayer]
-) -> tuple[list[tuple[_Layers, bool, bool]], list[_Layers]]:
-    """Return (layers by kind, whether it is the first, whether it is the last) for each rank along
-    a pipeline, and the layers by kind of each stage."""
-    by_stage = [Counter(layers[n] for n in stages.layers(s)) for s in range(stages.count)]
-    by_rank = [sum(by_stage[r :: stages.ranks], Counter()) for r in range(stages.ranks)]
-    ends = [(rank == 0, rank == stages.ranks - 1) for rank in range(stages.ranks)]
-    each = [tuple(sorted(one.items(), key=str)) for one in by_rank]
-    return [(one, *end) for one, end in zip(each, ends, strict=True)], [
-        tuple(one.items()) for one in by_stage
-    ]
+def _layers_of(stages: Stages, step: StepShape) -> tuple[list[_RankLayers], list[list[StepLayer]]]:
+    """Return the layers of each rank along a pipeline, and of each stage."""
+    options, layers = step.options, step.layers
+    trained = kinds_of_layers(step.model, options.lora, options.freeze)
+    numbers = {kind: number for number, kind in enumerate(dict.fromkeys(trained))}
+    kinds = [(layer, numbers[one]) for layer, one in zip(layers, trained, strict=True)]
+    ranks = [Counter(kinds[n] for n in stage_layers(stages, r).layers) for r in range(stages.ranks)]
+    return [
+        (tuple(sorted(one.items(), key=str)), rank == 0, rank == stages.ranks - 1)
+        for rank, one in enumerate(ranks)
+    ], [[layers[n] for n in stages.layers(stage)] for stage in range(stages.count)]
 
 
 def least_seconds(placed: PlacedStep) -> float:

@@ -3,12 +3,13 @@ a time that is the sum of named parts."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
 
-from uspft.families import Blocks, ModelShape, layer_blocks
+from uspft.families import Blocks, ModelShape, layer_blocks, layer_windows
 from uspft.layout import Layout
 from uspft.planner.machine import Collective, Hardware, Spread
 from uspft.planner.options import Options
@@ -140,6 +141,11 @@ class StepLayer(NamedTuple):
     blocks: Blocks
 
 
+def step_layers(model: ModelShape) -> tuple[StepLayer, ...]:
+    """Return the kind of each layer of a model."""
+    return tuple(map(StepLayer, layer_windows(model), layer_blocks(model)))
+
+
 @dataclass(frozen=True)
 class StepShape:
     """Everything on which a step's time depends except the layout and the machine."""
@@ -147,8 +153,6 @@ class StepShape:
     model: ModelShape
     row: Segments
     """The row that stands for every row, unless there is a sample."""
-    windows: Sequence[int | None]
-    """The sliding window of each layer, as in `StepLayer`."""
     options: Options
     scatters: bool = False
     """Whether ZeRO-1 reduce-scatters gradients, where DeepSpeed all-reduces them."""
@@ -158,10 +162,15 @@ class StepShape:
     """Whether the attention of packed rows, or under a window, is counted by assigning rows to
     ranks exactly; False: by closed forms."""
 
-    @property
+    @cached_property
     def layers(self) -> tuple[StepLayer, ...]:
         """The kind of each layer."""
-        return tuple(map(StepLayer, self.windows, layer_blocks(self.model, self.windows)))
+        return step_layers(self.model)
+
+    @property
+    def windows(self) -> Counter[int | None]:
+        """The number of layers with attention by their sliding window; None: full attention."""
+        return Counter(one.window for one in self.layers if not one.blocks.state)
 
     @property
     def step_rows(self) -> int:

@@ -81,6 +81,14 @@ def trained_layers(
     return _trained(numbers, tuple(map(tuple, kinds)), lora, freeze, _words_of_experts(shape))
 
 
+def kinds_of_layers(
+    shape: ModelShape, lora: Lora | None, freeze: tuple[str, ...]
+) -> list[tuple[int, Trained]]:
+    """Return the kind of each layer: the index of its modules in `modules_of_kinds`, and which of
+    them train, which may differ between layers with the same modules."""
+    return list(zip(modules_of_kinds(shape)[1], trained_layers(shape, lora, freeze), strict=True))
+
+
 def modules_of_kinds(
     shape: ModelShape,
 ) -> tuple[list[dict[str, ProductShape]], tuple[int, ...]]:
@@ -256,12 +264,12 @@ def _of_layers(
 ) -> tuple[list[int], list[list[_Held]]]:
     """Return the kind of each layer, as an index (kinds differ in modules or in what trains), and a
     tensor rank's parameters of each kind."""
-    modules, words = modules_of_kinds(shape), _words_of_experts(shape)
-    every = list(zip(modules[1], trained_layers(shape, lora, freeze), strict=True))
+    every, words = kinds_of_layers(shape, lora, freeze), _words_of_experts(shape)
+    modules, _ = modules_of_kinds(shape)
     kinds, found = list(dict.fromkeys(every)), list[list[_Held]]()
     for number, trained in kinds:
         held = list[_Held]()
-        for name, whole in modules[0][number].items():
+        for name, whole in modules[number].items():
             one, routed = whole.on(tensor), _of_experts(name)
             one = replace(one, copies=one.copies // experts) if routed else one
             held.append(_Held(one.parameters, name in trained.weights, routed, one.inputs == 1))

@@ -28,7 +28,7 @@ from uspft.config.algorithms import (
 )
 from uspft.config.layout_rules import WITHOUT_STAGES
 from uspft.config.strategies import alike, each_alone
-from uspft.families import FAMILIES, NO_KEYS, ModelShape, state_sizes
+from uspft.families import FAMILIES, ModelShape, state_sizes
 from uspft.layout import Layout, settled_layout
 from uspft.pipeline.schedules import PLAIN, Schedule, Scheduler
 from uspft.pipeline.stages import schedule_of
@@ -57,8 +57,6 @@ class Way:
     recompute: str = "nothing"
     schedule: Schedule = PLAIN
     """The schedule of the pipeline; without one it has no meaning."""
-    options: tuple[tuple[str, Any], ...] = ()
-    """Options of the algorithm, as fields of its class; the others have their defaults."""
 
     @cached_property
     def name(self) -> str:
@@ -120,16 +118,18 @@ class Way:
         )
 
     def algorithm(self, step: StepShape, ranks_per_host: int) -> Algorithm:
-        """Return the algorithm, with what it must know of a step."""
-        windows = {*step.windows} - {NO_KEYS}
+        """Return the algorithm, with what it must know of a step, and its options as the step has
+        them."""
+        windows, options = [*step.windows], step.options
+        short = options.checkpointing or options.at_once or self.schedule.chunks > 1
         return make_algorithm(
             self.row,
             self.layout.ulysses,
             self.layout.ring,
-            keep=not step.options.checkpointing and step.options.at_once is None,
-            window=next(iter(windows)) if len(windows) == 1 else None,
+            keep=not short,
+            window=windows[0] if len(windows) == 1 else None,
             per_host=ring_ranks_of_a_host(ranks_per_host, self.layout),
-            **dict(self.options),
+            **{name: getattr(options, key) for key, name in self.row.options.items()},
         )
 
     def placed(self, step: StepShape, hardware: Hardware, memo: Memo | None = None) -> PlacedStep:
@@ -271,7 +271,9 @@ def legal_for(step: StepShape, ranks_per_host: int, more: WhyNot | None = None) 
             return "ZeRO-0 is not available with expert parallelism"
         if heads.query < layout.ulysses:
             return "more ranks exchange heads than there are heads"
-        if way.algorithm(step, ranks_per_host).problems(tokens, heads):
+        for key, *_ in way.algorithm(step, ranks_per_host).problems(tokens, heads):
+            if key.rpartition(".")[2] in way.row.options:
+                return f"`{key}` is more than the ranks that share a row allow"
             return "the tokens of a row do not divide by the ranks that share it"
         if layout.data > step.step_rows:
             return "more replicas than rows of a step"
@@ -439,14 +441,8 @@ def way_of(recipe: Recipe, layout: Layout) -> Way:
 def _asked(parallel: ParallelBlock, layout: Layout) -> Way:
     """Return the part of a way that `parallel_config` sets."""
     row = row_of(parallel.context_parallel_algo, layout.context)
-    options = {name: getattr(parallel, key) for key, name in row.options.items()}
-    return Way(
-        layout,
-        row,
-        parallel.use_seq_parallel and layout.tensor > 1,
-        schedule=schedule_of(parallel),
-        options=tuple((k, value) for k, value in options.items() if value not in (None, AUTO)),
-    )
+    tokens = parallel.use_seq_parallel and layout.tensor > 1
+    return Way(layout, row, tokens, schedule=schedule_of(parallel))
 
 
 def in_recipe(recipe: Recipe, way: Way) -> Recipe:

@@ -13,7 +13,7 @@ from uspft.config import Finding, Recipe, RecipeError
 from uspft.config.algorithms import AUTO
 from uspft.config.messages import closest
 from uspft.config.recipe import MemoryBlock
-from uspft.families import FAMILIES, ModelShape, layer_windows
+from uspft.families import FAMILIES, ModelShape
 from uspft.layout import Layout
 from uspft.model.tile_sizes import mlp_tile_tokens, tile_tokens
 from uspft.planner.machine import Hardware, device_of, read_hardware
@@ -131,7 +131,7 @@ def step_shape(recipe: Recipe, model: ModelShape) -> StepShape:
     whole = replace(model, raw=model.full)
     options = options_of(settled_memory(recipe, whole), Layout())
     row = Segments.single(recipe.data.sequence_length)
-    return StepShape(whole, row, layer_windows(whole), options)
+    return StepShape(whole, row, options)
 
 
 def recomputes_of(recipe: Recipe, device: str) -> Collection[str]:

@@ -22,7 +22,16 @@ from uspft.families import ModelShape
 from uspft.pipeline.stages import schedule_of
 from uspft.planner.mesh import tuned
 from uspft.planner.options import slices_of, stage_of
-from uspft.planner.rank import RECOMPUTE, ROWS, STAGE, Choice, likely, recommend, values_of
+from uspft.planner.rank import (
+    RECOMPUTE,
+    ROWS,
+    STAGE,
+    Choice,
+    as_long,
+    likely,
+    recommend,
+    values_of,
+)
 from uspft.planner.ways import Space, Way, WhyNot, in_recipe
 from uspft.prepare.known import Known, recomputes_of, settled_memory, step_shape
 from uspft.prepare.layout_findings import layout_findings
@@ -241,8 +250,7 @@ def wrong_in(recipe: Recipe, shape: ModelShape, asked: Collection[str]) -> WhyNo
 
     def why_not(way: Way) -> str | None:
         # The recomputation setting does not matter here.
-        runs = way.splits_tokens, way.stage, way.rows, way.schedule, way.options
-        key = way.layout, way.row.name, *runs
+        key = way.layout, way.row.name, way.splits_tokens, way.stage, way.rows, way.schedule
         if key not in known:
             known[key] = wrong(way)
         return known[key]
@@ -307,7 +315,7 @@ def decided(recipe: Recipe, known: Known) -> Decision | None:
     values = _values(alone, found.way, asked)
     if SLICES in asked and found.way.layout.is_mesh:
         mesh = tuned(found.way.placed(found.way.step(step), hardware))
-        why = f"in one slice matrices take {mesh.whole_seconds / mesh.seconds:.3g} × as long"
+        why = f"in one slice matrices take {as_long(mesh.whole_seconds, mesh.seconds)}"
         found = found._replace(reasons={**found.reasons, SLICES: why})
         values[SLICES] = mesh.slices
     return Decision(found, by, values)

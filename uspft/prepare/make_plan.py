@@ -23,7 +23,7 @@ from uspft.planner.options import options_of
 from uspft.planner.rank import Ranking, ranking
 from uspft.planner.row_time import chunk_prices
 from uspft.planner.step import micro_step_seconds
-from uspft.planner.step_shape import DrawnRows, PlacedStep, StepShape
+from uspft.planner.step_shape import DrawnRows, StepShape
 from uspft.planner.ways import Space, Way, WhyNot, way_of
 from uspft.prepare.examine import Examined, examine
 from uspft.prepare.files import find_paths
@@ -34,7 +34,6 @@ from uspft.prepare.left_open import SLICES, open_keys, space_of, wrong_in
 from uspft.prepare.model import tokenizer_here, tokenizer_of
 from uspft.prepare.remarks import says_layers
 from uspft.segments import Segments
-from uspft.sequence import of_recipe
 from uspft.switching.choose.choice import beside_static, choose
 from uspft.switching.choose.drawn_steps import DrawnSteps, segments_of
 from uspft.switching.choose.layout_set import LayoutSet
@@ -114,12 +113,10 @@ def ranking_of(found: Examined, step: StepShape, among: WhyNot = lambda _: None)
 def chunk_prices_of(found: Examined) -> ChunkPrices | None:
     """Return the costs by which a recipe's rows are cut into chunks of equal time; None if they are
     not."""
-    recipe, layout = found.recipe, found.layout
-    parallel = recipe.parallel_config
+    parallel, way = found.recipe.parallel_config, own_way(found)
     if parallel.seq_split_num == 1 or parallel.sequence_chunks != "time":
         return None
-    hardware, algorithm = hardware_of(found), of_recipe(recipe, layout)
-    return chunk_prices(PlacedStep(step_of(found), layout, hardware, algorithm))
+    return chunk_prices(way.placed(way.step(step_of(found)), hardware_of(found)))
 
 
 def prices_of(found: Examined) -> Prices | None:

@@ -318,7 +318,7 @@ def _cut(recipe: Recipe, layout: Layout, shape: ModelShape) -> Cut:
     """Return the cut of rows by FLOPs, an estimate of the run's cut by predicted seconds."""
     parallel = recipe.parallel_config
     multiple = chunk_multiple(layout, parallel.use_seq_parallel)
-    cut = cut_by_flops(shape, layer_windows(shape), parallel.seq_split_num, multiple)
+    cut = cut_by_flops(shape, parallel.seq_split_num, multiple)
     return cut.of_tokens if parallel.sequence_chunks == "tokens" else cut
 
 

@@ -79,7 +79,7 @@ class Case:
             checkpointing=self.recompute,
             use_seq_parallel=True,
         )
-        step = StepShape(model, row, (None,) * model.layers, options)
+        step = StepShape(model, row, options)
         return Setting(step, self.hardware, self.ranks, self.memory_bytes)
 
     @property

@@ -17,7 +17,7 @@ from uspft.__main__ import main
 from uspft.called import VARIABLE
 from uspft.checkpoint.folder import folder_of
 from uspft.families import FAMILIES
-from uspft.prepare import files
+from uspft.prepare import examine, files
 
 GIB = 1 << 30
 PARALLEL = "parallel_config"
@@ -80,6 +80,15 @@ ALL_OPEN = ("parallel_config=auto", "deepspeed.zero_optimization.stage=auto")
 ALL_OPEN += ("training.micro_batch_size=auto",)
 CHOSEN = [f"{PARALLEL}.{key}" for key in OPEN]
 CHOSEN += ["deepspeed.zero_optimization.stage", "training.micro_batch_size"]
+
+
+def test_a_recipe_for_gpus_that_are_not_here_says_what_it_was_decided_on(
+    check: Callable[..., Said], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(examine, "gpu_count", lambda: 0)
+    (line,) = check("launch.processes=2").unknown("GPUs")
+    assert "there is none here; what is said is for 2 processes" in line
+    assert check("launch.device=cpu").unknown("GPUs") == []
 
 
 def test_every_auto_is_told_with_its_reason(check: Callable[..., Said]) -> None:

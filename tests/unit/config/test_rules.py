@@ -288,7 +288,9 @@ DEEPSPEED = {
     "zero_optimization: {stage: 4}": ".zero_optimization.stage: is 4, out of range; "
     "write a whole number from 0 to 3 or auto",
     "zero_optimization: true": ".zero_optimization: expected a mapping, got true; "
-    "write {key: value}",
+    "write zero_optimization: {stage: …}",
+    "zero_optimization: {stage: 1, leaf_module: 3}": ".zero_optimization.leaf_module: "
+    "expected a mapping, got 3; write leaf_module: {classes: …}",
     "zero_optimization: {stage: 0, offload_optimizer: {device: cpu}}": ".zero_optimization."
     "offload_optimizer: needs ZeRO stage 1, and the stage is 0; "
     "write stage: 1 or more, or leave it out",

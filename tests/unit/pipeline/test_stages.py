@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import combinations, pairwise
 from random import Random
 
 import pytest
 
-from tests.support.shapes import hub
+from tests.support.shapes import hub, windowed
 from uspft.pipeline.stages import Stages, dealt_out, first_layers, fits, offset, stated
 from uspft.planner.stages import layer_flops
 from uspft.planner.step_shape import DrawnRows
@@ -140,15 +139,15 @@ def test_no_other_way_has_a_cheaper_dearest_stage() -> None:
 def test_a_large_vocabulary_weighs_layers() -> None:
     """Llama 3.2 1B: 128,256 words are as much as about 4 of its 16 layers on short rows."""
     model = hub("meta-llama/Llama-3.2-1B")
-    layers, head = layer_flops(model, [None] * model.layers, DrawnRows.whole(1024))
+    layers, head = layer_flops(model, DrawnRows.whole(1024))
     assert 3.5 < head / layers[0] < 4.5
     assert dealt_out(layers, 4, 1, last=head).sizes == (5, 5, 5, 1)
-    long, same = layer_flops(model, [None] * model.layers, DrawnRows.whole(131072))
+    long, same = layer_flops(model, DrawnRows.whole(131072))
     assert same / head == pytest.approx(128) and same / long[0] < 1
     assert dealt_out(long, 4, 1, last=same).sizes == (4, 4, 4, 4)
 
 
 def test_a_layer_with_a_window_weighs_less() -> None:
-    model = replace(hub("meta-llama/Llama-3.2-1B"), layers=2)
-    (near, far), _ = layer_flops(model, [512, None], DrawnRows.whole(131072))
+    model = windowed(hub("meta-llama/Llama-3.2-1B"), 512, (True, False))
+    (near, far), _ = layer_flops(model, DrawnRows.whole(131072))
     assert 5 < far / near < 20

@@ -47,7 +47,7 @@ ROW = Segments.single(1 << 12)
 
 
 def wired(cost: Cost, layout: Layout, hardware: Hardware, rows: int = 1) -> dict[str, StepPart]:
-    step = StepShape(NINE, ROW, WINDOWS, Options(micro_batch=rows))
+    step = StepShape(NINE, ROW, Options(micro_batch=rows))
     return wire_of(cost, PlacedStep(step, layout, hardware))
 
 
@@ -93,19 +93,20 @@ def test_in_how_many_steps_keys_come(name: str, ring: int, arrivals: int) -> Non
 
 
 NINE = hub("Qwen/Qwen3.5-9B")
-WINDOWS = layer_windows(NINE)
+ALL_STATES = replace(NINE, raw={**NINE.raw, "layer_types": ["linear_attention"] * 32})
 STATES = 24
 """Of its 32 layers."""
 
 
 def timed(layout: Layout, tokens: int, algorithm: str, **changes: Any) -> StepTime:
-    step = replace(step_of(NINE, tokens, step_rows=1, checkpointing=False), windows=WINDOWS)
+    step = step_of(NINE, tokens, step_rows=1, checkpointing=False)
     made = named(algorithm, layout.ulysses, layout.ring)
     return step_time(PlacedStep(changed(step, **changes), layout, H100, made))
 
 
 def test_layers_with_a_state_have_no_keys() -> None:
-    assert Counter(WINDOWS) == {NO_KEYS: STATES, None: 8}
+    assert Counter(layer_windows(NINE)) == {NO_KEYS: STATES, None: 8}
+    assert step_of(NINE, 1).windows == {None: 8} and not step_of(ALL_STATES, 1).windows
     assert timed(Layout(), 4096, "whole").bytes_of("states") == 0
 
 
@@ -119,8 +120,8 @@ def test_bytes_of_states_do_not_grow_with_the_row() -> None:
 
 def test_heads_send_less_for_short_rows_and_states_for_long_ones() -> None:
     def sent(tokens: int) -> tuple[float, float]:
-        heads = timed(Layout(ulysses=8), tokens, "ulysses_cp", windows=(NO_KEYS,) * 32)
-        states = timed(Layout(ring=8), tokens, "ring_cp", windows=(NO_KEYS,) * 32)
+        heads = timed(Layout(ulysses=8), tokens, "ulysses_cp", model=ALL_STATES)
+        states = timed(Layout(ring=8), tokens, "ring_cp", model=ALL_STATES)
         return heads.bytes_of("all_to_all", "states"), states.bytes_of("states")
 
     (heads, states), (more, same) = sent(1 << 13), sent(1 << 18)
@@ -151,7 +152,7 @@ def test_documents_of_a_sample_keep_states_near() -> None:
 
 
 def test_flops_are_those_of_the_projections_that_a_layer_has() -> None:
-    step = StepShape(NINE, Segments.single(4096), WINDOWS, Options(step_rows=1))
+    step = step_of(NINE, 4096, step_rows=1)
     hidden, inner = 4096, 12288
     mlp = 3 * hidden * inner
     state = hidden * (8192 + 4096 + 64) + 4096 * hidden

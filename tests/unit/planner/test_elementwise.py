@@ -28,7 +28,7 @@ from tests.support.shapes import TWO_LAYERS, hub
 from tests.support.steps import step_of
 from uspft.config.inputs import ModelBlock
 from uspft.config.recipe import MemoryBlock
-from uspft.families import ModelShape, layer_windows, read_shape
+from uspft.families import ModelShape, read_shape
 from uspft.layout import Layout
 from uspft.mesh import Groups
 from uspft.planner.elementwise import layer_moved, outside_moved, update_bytes
@@ -110,7 +110,7 @@ def predicted(shape: ModelShape, saving: str, trained: str, dtype: str, **other:
         lora=lora_of(ModelBlock(config=Path("none"), **TRAINED[trained])),
         **other,
     )
-    step = StepShape(shape, Segments.single(TOKENS), layer_windows(shape), options)
+    step = StepShape(shape, Segments.single(TOKENS), options)
     every = [layer_moved(step, one.blocks, 1) for one in step.layers] + [outside_moved(step, 1)]
     return sum(one.of(TOKENS) for one in every)
 

@@ -13,10 +13,9 @@ import pytest
 
 from tests.support.algorithms import named
 from tests.support.hardware import H100, made
-from tests.support.shapes import hub
+from tests.support.shapes import hub, windowed
 from tests.support.steps import changed, step_of
 from uspft.config.algorithms import WHOLE, row_of
-from uspft.families import layer_windows
 from uspft.layout import Layout
 from uspft.pipeline.schedules import PLAIN, Schedule
 from uspft.pipeline.stages import Stages, dealt_out
@@ -67,11 +66,8 @@ def timed(layout: Layout, hardware: Hardware = H100, **changes: Any) -> StepTime
 
 def test_layers_are_dealt_out_with_the_head_unless_a_schedule_says_how() -> None:
     def of(schedule: Schedule, *, again: bool = True, tokens: int = 1 << 13) -> tuple[int, ...]:
-        windows = (None,) * 32
-        rows = DrawnRows.whole(tokens)
-        return stages_of(
-            LLAMA, windows, rows, 4, Options(schedule=schedule, checkpointing=again)
-        ).sizes
+        options = Options(schedule=schedule, checkpointing=again)
+        return stages_of(LLAMA, DrawnRows.whole(tokens), 4, options).sizes
 
     assert of(PLAIN) == (8, 8, 9, 7) and of(PLAIN, tokens=1 << 20) == (8, 8, 8, 8)
     assert of(PLAIN, again=False) == (8, 9, 9, 6)
@@ -85,7 +81,7 @@ def test_layers_are_dealt_out_by_the_documents_of_rows() -> None:
     def of(*documents: int) -> tuple[int, ...]:
         bounds = (0, *accumulate(documents))
         rows = DrawnRows((Segments(bounds, bounds[-1]),) * 3)
-        return stages_of(LLAMA, (None,) * 32, rows, 4, Options()).sizes
+        return stages_of(LLAMA, rows, 4, Options()).sizes
 
     assert of(1 << 20) == (8, 8, 8, 8) and of(*[1 << 13] * 128) == (8, 8, 9, 7)
 
@@ -106,12 +102,12 @@ def test_by_the_price_no_layer_more_or_less_makes_the_dearest_stage_cheaper(
     name: str, tokens: int, layout: Layout
 ) -> None:
     model = hub(name)
-    windows, rows = layer_windows(model), DrawnRows.whole(tokens)
-    dealt = stages_of(model, windows, rows, layout.pipeline, Options()).sizes
+    rows = DrawnRows.whole(tokens)
+    dealt = stages_of(model, rows, layout.pipeline, Options()).sizes
 
     def dearest(sizes: tuple[int, ...]) -> float:
         how = {"schedule": Schedule(sizes=sizes), "use_seq_parallel": layout.tensor > 1}
-        shape = step(model=model, row=rows.rows[0], windows=windows, **how)
+        shape = step(model=model, row=rows.rows[0], **how)
         shared = named("ulysses_cp", layout.ulysses, 1) if layout.context > 1 else ALONE
         return pipeline_costs(PlacedStep(shape, layout, H100, shared))[0].most
 
@@ -128,10 +124,10 @@ def test_by_the_price_no_layer_more_or_less_makes_the_dearest_stage_cheaper(
 
 
 def test_stages_take_together_what_the_whole_model_takes() -> None:
-    windows = tuple(4096 if layer % 2 else None for layer in range(32))
+    model = windowed(LLAMA, 4096, (False, True) * 16)
     for layout in (Layout(pipeline=4), Layout(2, ulysses=2, pipeline=2)):
         for schedule in (PLAIN, Schedule(virtual=2)):
-            shape = step(schedule=schedule, windows=windows)
+            shape = step(model=model, schedule=schedule)
             shared = named("ulysses_cp", 2, 1) if layout.context > 1 else ALONE
             costs, most, _ = pipeline_costs(PlacedStep(shape, layout, H100, shared))
             whole = forward_and_backward(PlacedStep(shape, layout, H100, shared))
@@ -146,8 +142,8 @@ def test_layers_without_experts_weigh_what_they_are(experts: int) -> None:
     """Of GLM-4.5-Air with an MLP in 20 of 46 layers, beside what is held and the whole's price."""
     model = hub("zai-org/GLM-4.5-Air")
     model = replace(model, raw={**model.raw, "first_k_dense_replace": 20})
-    layout, windows = Layout(data=2, pipeline=2, experts=experts), (None,) * 46
-    shape = step(model=model, windows=windows, schedule=Schedule(sizes=(20, 26)))
+    layout = Layout(data=2, pipeline=2, experts=experts)
+    shape = step(model=model, schedule=Schedule(sizes=(20, 26)))
     stages = dealt_stages(shape, layout, Memo())
     for place in range(2):
         held, *apart = stored_parts(shape, layout, stages, place)
@@ -162,7 +158,7 @@ def test_layers_without_experts_weigh_what_they_are(experts: int) -> None:
     alike = forward_and_backward(PlacedStep(routed, layout, H100, ALONE))
     some, every = ([p.bytes for p in one if p.name == "experts"] for one in (whole, alike))
     assert some == pytest.approx([26 / 46 * size for size in every]) and bool(some) == (experts > 1)
-    flops, head = layer_flops(model, windows, DrawnRows.whole(1 << 13))
+    flops, head = layer_flops(model, DrawnRows.whole(1 << 13))
     attention = step_flops(0, 1 << 13, (1 << 12) * ((1 << 13) + 1), (46, 96, 128))
     products = 6 * met_parameters(model) * (1 << 13)
     assert sum(flops) + head == pytest.approx(products + attention, rel=1e-6)
@@ -209,6 +205,19 @@ def test_zero_divides_a_stage_over_its_own_ranks(stage: int) -> None:
     for (name, size), often in zip(held.items(), passes, strict=True):
         # In each pass it is what the rank with most to do moves, once a step the largest.
         assert found.bytes_of(name) == pytest.approx(often * size * most, rel=1e-3), name
+
+
+def test_of_ranks_with_like_layers_each_stores_what_of_its_own_trains() -> None:
+    """The second and third rank have as many layers, of which only the third's train."""
+    frozen = r"embed|lm_head|layers\.(\d|1[0-5])\."
+    shape = step(freeze=(frozen,), schedule=Schedule(sizes=(6, 10, 10, 6)))
+    layout = Layout(data=2, pipeline=4)
+    placed = PlacedStep(shape, layout, H100, ALONE)
+    stages = dealt_stages(shape, layout, Memo())
+    every = [stored_parts(shape, layout, stages, place) for place in range(4)]
+    assert [parts[0].trained // LAYER for parts in every] == [0, 0, 10, 6]
+    assert pipeline_costs(placed)[-1] == every[2]
+    assert step_time(placed).bytes_of("gradients") == 4 * every[2][0].trained
 
 
 def test_zero_3_fetches_nothing_ahead_among_stages() -> None:
@@ -471,7 +480,7 @@ def test_keys_of_earlier_chunks_are_priced_as_often_as_they_come() -> None:
         }
         for one in (whole, chunks)
     )
-    equal, cut = Cut(4, 8), cut_by_flops(LLAMA, whole.windows, 4, 1)
+    equal, cut = Cut(4, 8), cut_by_flops(LLAMA, 4, 1)
     assert equal.brought(row, None) == 2.5 < cut.brought(row, None)
     assert more["ring"] / once["ring"] == pytest.approx(cut.brought(row, None))
     # Windows and documents bound what is asked for again.
@@ -481,11 +490,8 @@ def test_keys_of_earlier_chunks_are_priced_as_often_as_they_come() -> None:
 
 @pytest.mark.parametrize("freeze", [(), ("norm",)])
 def test_prices_are_those_of_the_cost_model(freeze: tuple[str, ...]) -> None:
-    windows = (None, 1024) * 16
-    kinds = ["full_attention", "sliding_attention"] * 16
-    raw = {**LLAMA.raw, "layer_types": kinds, "use_sliding_window": True, "sliding_window": 1024}
-    model = replace(LLAMA, model_type="qwen2", raw=raw)
-    given = replace(step_of(model, ROW, step_rows=8, freeze=freeze), windows=windows)
+    model = windowed(LLAMA, 1024, (False, True) * 16)
+    given = step_of(model, ROW, step_rows=8, freeze=freeze)
     placed = PlacedStep(given, Layout(pipeline=2), H100, make_algorithm(WHOLE, 1, 1))
     found = chunk_prices(placed)
     whole = row_time(placed, given.row).row
@@ -494,5 +500,5 @@ def test_prices_are_those_of_the_cost_model(freeze: tuple[str, ...]) -> None:
     assert of_pairs.keys() == {None, 1024} and of_pairs[None] > 5 * of_pairs[1024] > 0
     cut = Cut(4, 1, *found)
     assert np.diff(cut.bounds(given.row))[0] > 1.3 * np.diff(cut.bounds(given.row))[-1]
-    by_flops = cut_by_flops(LLAMA, windows, 4, 1)
+    by_flops = cut_by_flops(model, 4, 1)
     assert by_flops.bounds(given.row) == pytest.approx(cut.bounds(given.row), rel=0.1)

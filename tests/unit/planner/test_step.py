@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.algorithms import named
 from tests.support.hardware import H100, made
-from tests.support.shapes import hub
+from tests.support.shapes import hub, windowed
 from tests.support.steps import changed, step_of
 from uspft.families import ModelShape
 from uspft.layout import Layout
@@ -70,19 +70,20 @@ def test_one_rank_computes_all_and_moves_nothing() -> None:
 
 def test_layers_with_heads_of_two_sizes_cost_what_they_would_apart() -> None:
     """Those that see all have fewer KV heads, of twice the features."""
-    layout, windows = Layout(ulysses=2, ring=2), (512,) * 20 + (None,) * 12
-    both = replace(LLAMA, seeing_all=(4, 256))
+    layout, slides = Layout(ulysses=2, ring=2), (True,) * 20 + (False,) * 12
+    alike = windowed(LLAMA, 512, slides)
+    both = replace(alike, seeing_all=(4, 256))
     wide = replace(LLAMA, kv_heads=4, head_dim=256)
     names = "attention", "ring", "all_to_all", "products"
     parts = [
-        timed(layout, algorithm="hybrid_cp", model=replace(model, layers=len(some)), windows=some)
-        for model, some in ((both, windows), (LLAMA, windows[:20]), (wide, windows[20:]))
+        timed(layout, algorithm="hybrid_cp", model=model)
+        for model in (both, windowed(LLAMA, 512, slides[:20]), windowed(wide, 512, slides[20:]))
     ]
-    head = timed(layout, algorithm="hybrid_cp", model=replace(LLAMA, layers=0), windows=())
+    head = timed(layout, algorithm="hybrid_cp", model=replace(LLAMA, layers=0))
     for name in names:
         whole, *apart = (part.of(name) for part in parts)
         assert whole == pytest.approx(sum(apart) - head.of(name), rel=1e-6), name
-    flops = [model_flops(step(model=m, windows=w)) for m, w in ((both, windows), (LLAMA, windows))]
+    flops = [model_flops(step(model=one)) for one in (both, alike)]
     assert flops[0] > 1.1 * flops[1]
 
 
@@ -187,9 +188,8 @@ def test_sums_of_activations_are_those_of_each_layers_blocks(
     model = hub(name)
     activations, of_loss = (1 << 15) * model.hidden_size * 2, 12 * (1 << 15)
     for recompute, sums in ((False, once), (True, again)):
-        of = {"model": model, "windows": (None,) * model.layers, "checkpointing": recompute}
-        found = timed(Layout(2), step_rows=1, **of).bytes_of("tensor")
-        assert found == pytest.approx((sums + 2) * activations + of_loss)
+        found = timed(Layout(2), model=model, step_rows=1, checkpointing=recompute)
+        assert found.bytes_of("tensor") == pytest.approx((sums + 2) * activations + of_loss)
 
 
 def test_ranks_that_share_a_head_of_a_fused_projection_gather_it() -> None:
@@ -295,8 +295,8 @@ def test_documents_and_windows_have_less_attention() -> None:
     packed = Segments(tuple(range(0, (1 << 15) + 1, 1 << 12)), 1 << 15)
     whole = timed(ONE).of("attention")
     assert timed(ONE, row=packed).of("attention") == pytest.approx(whole / 8, rel=0.01)
-    windows = (4096, None) * 16
-    assert whole / 2 < timed(ONE, windows=windows).of("attention") < 0.7 * whole
+    some = windowed(LLAMA, 4096, (True, False) * 16)
+    assert whole / 2 < timed(ONE, model=some).of("attention") < 0.7 * whole
     flops = [model_flops(step(row=row)) for row in (packed, Segments.single(1 << 15))]
     assert flops[0] < flops[1]
 

@@ -9,17 +9,23 @@ from typing import Any
 
 import pytest
 
+from tests.support.hardware import H100
 from tests.support.shapes import hub
 from tests.support.steps import step_of
 from tests.support.verify import RING, layouts, own, recipe
+from uspft.config.algorithms import CONTEXT
 from uspft.families import FAMILIES
 from uspft.layout import Layout
-from uspft.pipeline.schedules import PLAIN
+from uspft.pipeline.schedules import PLAIN, Schedule
+from uspft.planner.memory.sizes import layers_of
+from uspft.planner.rank import ranked
 from uspft.planner.ways import Space, Way, chosen, every_way, legal_for, ways, why_no_matrices
+from uspft.sequence import Heads
 from uspft.sequence.rows.traffic import Forwards
 
 LLAMA, QWEN = hub("meta-llama/Llama-3.1-8B"), hub("Qwen/Qwen2.5-7B")
 STEP = step_of(LLAMA, 1 << 15, step_rows=64)
+HEADS = Heads(8, 4, 16)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 6, 8, 16, 48])
@@ -138,6 +144,32 @@ def test_experts_are_divided_by_what_divides_them_and_the_copies() -> None:
     assert {way.layout.experts for way in bare.legal} == {1}
     dense = ways(16, space, legal_for(STEP, 8))
     assert {way.layout.experts for way in dense.legal} == {1}
+
+
+def test_an_exchange_has_the_stages_that_are_asked_for_in_every_layout() -> None:
+    """In the price as in memory; and a ring of fewer ranks is left out by that reason."""
+    way = Way(Layout(ring=4), CONTEXT["planned_cp"])
+    whole, one = (ranked(STEP.under(exchange_stages=n), way, H100) for n in (0, 1))
+    assert one.placed.algorithm and one.placed.algorithm.cost(STEP.row, HEADS, 2).arrivals == 1
+    assert one.time.hidden < whole.time.hidden, "nothing behind which keys come"
+    (first, *_) = layers_of(LLAMA, way.layout, STEP.row.length, one.step.options)
+    assert first.sharing.row.stages == 1, "of memory too"
+    space = Space(tensor={1}, algorithms={"planned_cp", "ring_cp"}, data={1})
+    found = ways(4, space, legal_for(STEP.under(exchange_stages=2), 8))
+    assert {(way.row.name, way.layout.ulysses) for way in found.legal} == {
+        ("planned_cp", 1),
+        ("ring_cp", 1),
+    }
+    reason = "`parallel_config.exchange_stages` is more than the ranks that share a row allow"
+    assert found.left_out == {reason: 1}
+
+
+def test_chunks_of_rows_save_no_keys_that_came() -> None:
+    step = STEP.under(checkpointing=False)
+    staged = Way(Layout(ring=2, pipeline=2), CONTEXT["planned_cp"])
+    chunks = replace(staged, schedule=Schedule("seqpipe", chunks=4))
+    costs = [way.algorithm(step, 8).cost(STEP.row, HEADS, 2) for way in (staged, chunks)]
+    assert costs[1].gather.bytes > 1.5 * costs[0].gather.bytes, "they are sent again"
 
 
 def test_a_way_runs_its_own_step() -> None:

@@ -34,6 +34,8 @@ class AnswerStyle:
     first without the generation prompt; None if that is not known."""
     tools: bool = False
     """Whether it renders a tool's turn without a call before it, and so not as part of the call."""
+    asks: bool = False
+    """Whether it writes a generation prompt behind a user's turn."""
 
 
 def turn_spans(
@@ -50,7 +52,7 @@ def turn_spans(
         return found_at_once
     found: Spans = []
     for i in wanted:
-        span = _grown(write, turns, text, i) if style.prompts else None
+        span = _grown(write, turns, text, i, style.asks) if style.prompts else None
         start, stop = span or _replaced(write, turns, text, i, style)
         if found and start < found[-1][1]:
             raise SpanUnknown(f"messages[{i}] cannot be told apart from the turn before it")
@@ -137,18 +139,31 @@ def _with(turn: Turn, answer: str) -> Turn:
     return {"role": turn["role"], "content": content}
 
 
-def _grown(write: Write, turns: Sequence[Turn], text: str, i: int) -> tuple[int, int] | None:
+def _grown(
+    write: Write, turns: Sequence[Turn], text: str, i: int, asks: bool
+) -> tuple[int, int] | None:
     """Return the span that turn i adds to the text of the turns before it; None if later turns
     change it: Qwen3's template leaves out thoughts once other turns follow."""
     try:
-        before = write(turns[:i], True)
-        if not text.startswith(before):
+        before = _prompt(write, turns[:i], asks)
+        if before is None or not text.startswith(before):
             return None
         through = text if i + 1 == len(turns) else write(turns[: i + 1])
     except SampleFault:
         return None
     grows = text.startswith(through) and len(through) > len(before)
     return (len(before), len(through)) if grows else None
+
+
+def _prompt(write: Write, turns: Sequence[Turn], asks: bool) -> str | None:
+    """Return the turns with the generation prompt; None where the template has one (`asks`) but
+    does not write it here.
+
+    Zephyr's is written in the loop over turns, so that a first answer's header would count as
+    the answer's. Raises SampleFault.
+    """
+    prompt = write(turns, True)
+    return None if asks and prompt == write(turns) else prompt
 
 
 def _replaced(
@@ -172,7 +187,7 @@ def _replaced(
         raise SpanUnknown(f"it does not write {here} once")
     head, _, tail = alone.partition(PLACEHOLDER)
     before, _, after = whole.partition(PLACEHOLDER)
-    own = between(write, turns[:i], head, style.prompts)
+    own = between(write, turns[:i], head, style.prompts, style.asks)
     own = own or (style.around[0] if style.around else "")  # an answer before it may omit its own
     start = len(before) - len(own) if before.endswith(own) else len(before)
     shared = _shared(before[:start], text)
@@ -204,14 +219,14 @@ def _shared(one: str, other: str) -> int:
     return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
-def between(write: Write, turns: Sequence[Turn], head: str, prompts: bool) -> str:
+def between(write: Write, turns: Sequence[Turn], head: str, prompts: bool, asks: bool) -> str:
     """Return the text that the template inserts between generation prompt and answer.
 
     Qwen3's inserts empty thoughts. head: the text before the answer.
     """
     try:
-        prompt = write(turns, prompts)
+        prompt = _prompt(write, turns, asks) if prompts else write(turns)
     except SampleFault:
         return ""
-    own = head[len(prompt) :] if head.startswith(prompt) else ""
+    own = head[len(prompt) :] if prompt is not None and head.startswith(prompt) else ""
     return own if prompts or not own.strip() else ""

@@ -159,26 +159,20 @@ class ChatTemplate:
             return None
 
     @cached_property
-    def prompts(self) -> bool:
-        """Whether nothing but the generation prompt precedes an answer."""
-        plain, prompt = self.text_of([_USER]), self.text_of([_USER], True)
-        answered = self.text_of(_PROBE)
-        if plain is None or prompt is None or answered is None:
-            return False
-        head = answered.partition(PLACEHOLDER)[0]
-        return prompt != plain or not head.removeprefix(plain).strip()
-
-    @cached_property
     def style(self) -> AnswerStyle:
         """How the template writes answers when a conversation has no settings of its own."""
+        plain, prompt = self.text_of([_USER]), self.text_of([_USER], True)
         answered = self.text_of(_PROBE)
         if answered is None:
-            return AnswerStyle(self.prompts, self.tokens)
+            return AnswerStyle(False, self.tokens)
         head, _, tail = answered.partition(PLACEHOLDER)
-        own = between(self.write, [_USER], head, self.prompts)
+        known = plain is not None and prompt is not None
+        asks = known and prompt != plain
+        prompts = asks or (known and not head.removeprefix(plain or "").strip())
+        own = between(self.write, [_USER], head, prompts, asks)
         tool = {"role": "tool", "content": PLACEHOLDER}
         tools = self._writes_placeholder([_USER, {"role": "assistant", "content": "a"}, tool])
-        return AnswerStyle(self.prompts, self.tokens, (own, tail), tools)
+        return AnswerStyle(prompts, self.tokens, (own, tail), tools, asks)
 
     @cached_property
     def written(self) -> frozenset[str]:

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Set
+from dataclasses import dataclass, replace
 from datetime import date
 from hashlib import blake2b
 from importlib.metadata import version
@@ -22,6 +24,7 @@ from tokenizers.pre_tokenizers import ByteLevel as Alphabet
 
 from uspft.config.problems import Finding, said
 from uspft.data.chat.rendering import render
+from uspft.data.chat.spans import all_but
 from uspft.data.chat.template import (
     ChatTemplate,
     own_template,
@@ -139,9 +142,12 @@ class TextTokeniser:
         ends = tuple(sorted({token.content for token in added if token.special}))
         self.template = ChatTemplate(template, self._special, ends) if template else None
         self._own = template == own_template(tokenizer)
-        self._bytes = TokenBytes.of(self.backend)
+        self._bytes, self._added = TokenBytes.of(self.backend), AddedTokens.of(self.backend)
+        apart = self._ids("a", special=False) + self._ids("b", special=False)
+        self._prefixes = self.backend.decode(apart) != "ab"  # a space begins every text
         probe = self.backend.encode("a").ids
         self._adds_eos = bool(probe) and probe[-1] == self.eos
+        self._adds_bos = bool(probe) and probe[0] == tokenizer.bos_token_id
 
     def identity(self) -> str:
         """Return a hash of everything here that decides how a text is tokenised."""
@@ -190,22 +196,34 @@ class TextTokeniser:
                 ids = self._ids(rendered.text, special=False)
                 ranges = [(0, len(ids))]
             else:
-                ids, ranges = tokenise_spans(self.backend, rendered, self._bytes)
+                ids, ranges = tokenise_spans(self.backend, rendered, self._bytes, self._added)
         elif record.format == "text":
-            ids = self._ids(fields["text"], special=True)
-            ids = ids if self._adds_eos else [*ids, self.eos]
+            ids = self._closed(self._opened(fields["text"]))
             ranges = [(0, len(ids))]
         else:  # prompt and completion separately, as inference tokenises the prompt alone
-            prompt = self._ids(fields["prompt"], special=True)
-            if self._adds_eos:
-                prompt = prompt[:-1]
-            ids = [*prompt, *self._ids(fields["completion"], special=False), self.eos]
+            prompt, completion = self._opened(fields["prompt"]), fields["completion"]
+            if self._prefixes:
+                before = self._added.as_read(Rendered(fields["prompt"], [])).text
+                behind = _encode_piece(self.backend, completion, before, self._added)
+            else:
+                behind = self._ids(completion, special=False)
+            ids = [*prompt, *self._closed(behind)]
             ranges = [(0 if self.train_on == "all" else len(prompt), len(ids))]
         found = np.array(ids, np.int32)
         labels = np.full_like(found, NOT_TRAINED)
         for first, stop in ranges:
             labels[first:stop] = found[first:stop]
         return _begun(Sample(found, labels, record.origin, unused, lost))
+
+    def _opened(self, text: str) -> list[Any]:
+        """Return a text's ids with the tokenizer's BOS, unless the text has one, and no EOS."""
+        ids = self._ids(text, special=True)
+        ids = ids[:-1] if self._adds_eos else ids
+        return ids[1:] if self._adds_bos and ids[1:2] == ids[:1] else ids
+
+    def _closed(self, ids: list[Any]) -> list[Any]:
+        """Return ids that end with one EOS."""
+        return ids if ids[-1:] == [self.eos] else [*ids, self.eos]
 
     def _ids(self, text: str, special: bool) -> list[Any]:
         # A batch of one: unlike `encode`, it releases the GIL.
@@ -259,6 +277,8 @@ def load_tokeniser(path: str | None, data: DataBlock) -> TextTokeniser:
 # The tokens of a conversation.
 
 _LEADS = ("\n", ".", "a")
+_LONGEST = 256
+"""Most characters of an added token."""
 
 
 class TokenBytes(dict[int, bytes]):
@@ -299,8 +319,71 @@ def _stand_ins() -> dict[str, int]:
 _BYTES = _stand_ins()
 
 
+@dataclass(frozen=True)
+class AddedTokens:
+    """A tokenizer's added tokens, and the white space that it removes or inserts beside them."""
+
+    texts: tuple[str, ...]
+    absorbed: re.Pattern[str] | None
+    """White space, as the last group, that a token takes in (`lstrip`, `rstrip`: Phi-3's)."""
+    spaced: re.Pattern[str]
+    """A token, and the spaces behind it."""
+
+    @classmethod
+    def of(cls, backend: Any) -> AddedTokens:
+        """Return those of a tokenizers.Tokenizer."""
+        tokens = [token for token in backend.get_added_tokens_decoder().values() if token.content]
+
+        def either(texts: list[str]) -> str:
+            return "|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or r"(?!)"
+
+        right = either([token.content for token in tokens if token.rstrip])
+        left = either([token.content for token in tokens if token.lstrip])
+        texts = [token.content for token in tokens]
+        strips = any(token.rstrip or token.lstrip for token in tokens)
+        absorbed = re.compile(rf"(?:{right})(\s+)|(\s+)(?={left})") if strips else None
+        return cls(tuple(texts), absorbed, re.compile(f"({either(texts)}) +"))
+
+    def as_read(self, rendered: Rendered) -> Rendered:
+        """Return a text without the white space that the tokens take in, which gives the same
+        ids."""
+        text = rendered.text
+        cuts = (
+            [m.span(m.lastindex or 0) for m in self.absorbed.finditer(text)]
+            if self.absorbed
+            else []
+        )
+        if not cuts:
+            return rendered
+        starts = [start for start, _ in cuts]
+        gone = [0, *accumulate(stop - start for start, stop in cuts)]
+
+        def moved(bound: int) -> int:
+            before = bisect_left(starts, bound)
+            inside = max(0, cuts[before - 1][1] - bound) if before else 0
+            return bound - gone[before] + inside
+
+        kept = "".join(text[a:b] for a, b in all_but(cuts, text))
+        return replace(rendered, text=kept, spans=[(moved(a), moved(b)) for a, b in rendered.spans])
+
+    def at_end(self, text: str) -> str:
+        """Return the token with which a text ends, or an empty text."""
+        return max((token for token in self.texts if text.endswith(token)), default="", key=len)
+
+    def same(self, got: str, want: str, lead: str) -> bool:
+        """Tell whether two texts are equal except for spaces behind the tokens, where a tokenizer
+        like Llama 2's puts one more.
+
+        lead: the token before the texts, or nothing.
+        """
+        return self.spaced.sub(r"\1", lead + got) == self.spaced.sub(r"\1", lead + want)
+
+
 def tokenise_spans(
-    backend: Any, rendered: Rendered, known: TokenBytes | None = None
+    backend: Any,
+    rendered: Rendered,
+    known: TokenBytes | None = None,
+    added: AddedTokens | None = None,
 ) -> tuple[list[int], Spans]:
     """Return the text's token ids, and the token ranges that decode to exactly the marked spans.
 
@@ -309,21 +392,24 @@ def tokenise_spans(
     an answer that begins with the prompt's last character), the text is cut at the bounds and the
     pieces are tokenised by themselves, as in inference: first the prompt, then the answer. backend:
     a tokenizers.Tokenizer. known: the bytes of each of its tokens, from which ranges follow in half
-    the time; None: they are not known. Raises SampleFault if neither way decodes to the text,
-    because the tokenizer is lossy.
+    the time; None: they are not known. added: its added tokens, found here if None. Raises
+    SampleFault if neither way decodes to the text, because the tokenizer is lossy.
     """
     if known is not None:
         ids = backend.encode_batch_fast([rendered.text], add_special_tokens=False)[0].ids
         found = _ranges_by_bytes([known[token] for token in ids], rendered)
         if found is not None:
             return ids, found
+    added = added or AddedTokens.of(backend)
+    rendered = added.as_read(rendered)
     whole = backend.encode_batch([rendered.text], add_special_tokens=False)[0]
-    ids = whole.ids  # the attribute copies them at each access
-    ranges = _ranges(whole.offsets, rendered.spans)
-    if _decodes(backend, ids, ranges, rendered):
+    ids, offsets = whole.ids, whole.offsets  # the attributes copy them at each access
+    ranges = _ranges(offsets, rendered.spans)
+    crossed = _crossed(offsets, rendered.spans)
+    if not crossed and _decodes(backend, ids, ranges, rendered, added):
         return ids, ranges
-    ids, ranges = _encode_pieces(backend, rendered)
-    if _decodes(backend, ids, ranges, rendered):
+    ids, ranges = _encode_pieces(backend, rendered, added)
+    if _decodes(backend, ids, ranges, rendered, added):
         return ids, ranges
     remedy = "use a tokenizer that can write this text (model.tokenizer)"
     raise SampleFault(f"the trained tokens do not decode to the assistant's text; {remedy}")
@@ -364,53 +450,70 @@ def _ranges(offsets: list[tuple[int, int]], spans: Spans) -> Spans:
     return ranges
 
 
-def _encode_pieces(backend: Any, rendered: Rendered) -> tuple[list[int], Spans]:
+def _crossed(offsets: list[tuple[int, int]], spans: Spans) -> bool:
+    """Tell whether a token has characters on both sides of a bound of a span."""
+    ends = [end for _, end in offsets]
+    for bound in (bound for span in spans for bound in span):
+        at = bisect_right(ends, bound)  # the first token that ends behind it
+        if at < len(offsets) and offsets[at][0] < bound:
+            return True
+    return False
+
+
+def _encode_pieces(backend: Any, rendered: Rendered, added: AddedTokens) -> tuple[list[int], Spans]:
     text, ids, ranges, at = rendered.text, list[int](), Spans(), 0
     for start, stop in rendered.spans:
         if at < start:
-            ids += _encode_piece(backend, text[at:start], at == 0)
+            ids += _encode_piece(backend, text[at:start], text[:at], added)
         first = len(ids)
-        ids += _encode_piece(backend, text[start:stop], start == 0)
+        ids += _encode_piece(backend, text[start:stop], text[:start], added)
         ranges.append((first, len(ids)))
         at = stop
     if at < len(text):
-        ids += _encode_piece(backend, text[at:], at == 0)
+        ids += _encode_piece(backend, text[at:], text[:at], added)
     return ids, ranges
 
 
-def _encode_piece(backend: Any, text: str, first: bool) -> list[int]:
-    """Return the token ids of a piece inside a text. first: whether the text begins with it.
+def _encode_piece(backend: Any, text: str, before: str, added: AddedTokens) -> list[int]:
+    """Return the token ids of a piece of a text. before: the text in front of it.
 
-    Metaspace tokenizers (Llama 2) put a space before every text. So a piece is tokenised after
-    another short text, whose tokens are then removed; several such texts are tried, since one may
-    merge with the piece.
+    Tokenizers like Llama 2's put a space in front of every text, and in one behind every added
+    token. So a piece is tokenised after the added token before it, or else after another short
+    text, and the tokens of that are removed; several such texts are tried, since one may merge with
+    the piece.
     """
     alone: list[int] = backend.encode_batch([text], add_special_tokens=False)[0].ids
-    if first:
+    if not before:
         return alone
-    for lead in _LEADS:
-        before, both = backend.encode_batch([lead, lead + text], add_special_tokens=False)
-        if backend.decode(before.ids + alone, skip_special_tokens=False) == lead + text:
+    mark = added.at_end(before)
+    for lead in (mark,) if mark else _LEADS:
+        ahead, both = backend.encode_batch([lead, lead + text], add_special_tokens=False)
+        if backend.decode(ahead.ids + alone, skip_special_tokens=False) == lead + text:
             return alone
-        if both.ids[: len(before.ids)] == before.ids:
-            return list(both.ids[len(before.ids) :])
+        if both.ids[: len(ahead.ids)] == ahead.ids:
+            return list(both.ids[len(ahead.ids) :])
     return alone
 
 
-def _decodes(backend: Any, ids: list[int], ranges: Spans, rendered: Rendered) -> bool:
+def _decodes(
+    backend: Any, ids: list[int], ranges: Spans, rendered: Rendered, added: AddedTokens
+) -> bool:
     """Tell whether each range of tokens decodes to its span.
 
     A range is decoded together with the tokens since the end of the span before, where a character
     is sure to end, because decoders strip the space of the first token.
     """
-    back = 0
+    back, text = 0, rendered.text
     for (first, stop), (start, end) in zip(ranges, rendered.spans, strict=True):
         before = backend.decode(ids[back:first], skip_special_tokens=False)
         through = backend.decode(ids[back:stop], skip_special_tokens=False)
-        got, want = through[len(before) :], rendered.text[start:end]
-        # Qwen's tokenizers compose characters (NFC) before they tokenise.
-        same = got == want or normalize("NFKC", got) == normalize("NFKC", want)
-        if not through.startswith(before) or not same:
+        got, want = through[len(before) :], text[start:end]
+        if not through.startswith(before):
             return False
+        if got != want:
+            lead = added.at_end(text[max(0, start - _LONGEST) : start])
+            # Qwen's tokenizers compose characters (NFC) before they tokenise.
+            if not added.same(normalize("NFKC", got), normalize("NFKC", want), lead):
+                return False
         back = stop
     return True

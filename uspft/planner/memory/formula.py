@@ -9,7 +9,6 @@ from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from uspft.config.algorithms import WHOLE, AlgorithmRow
-from uspft.families import layer_windows
 from uspft.pipeline.schedules import PLAIN
 from uspft.planner.memory.passes import PassBytes, chunk_keys, pass_bytes
 from uspft.planner.memory.pipeline import ROUNDS, each_chunk, rank_bytes
@@ -18,6 +17,7 @@ from uspft.planner.memory.zero import State, state_of
 from uspft.planner.options import Options
 from uspft.planner.stages import cut_by_flops, stage_layers, stages_of
 from uspft.planner.step_shape import ROUNDING, DrawnRows, Memo
+from uspft.planner.trained import kinds_of_layers
 from uspft.sequence import chunk_multiple
 
 if TYPE_CHECKING:
@@ -92,12 +92,11 @@ def memory_of_ranks(
 ) -> list[Memory]:
     """Return the memory of each pipeline rank for rows of this many tokens.
 
-    memo: as in memory_of; with one, of ranks with the same number of layers only the first, which
-    has most micro-batches in flight, and the last are returned.
+    memo: as in memory_of; with one, of ranks whose layers take and store the same only the first,
+    which has most micro-batches in flight, and the last are returned.
     """
-    windows, schedule = layer_windows(shape), options.schedule
-    multiple = chunk_multiple(layout, options.use_seq_parallel)
-    cut = cut_by_flops(shape, windows, schedule.chunks, multiple)
+    schedule, multiple = options.schedule, chunk_multiple(layout, options.use_seq_parallel)
+    cut = cut_by_flops(shape, schedule.chunks, multiple)
     chunks = (cut.of_tokens if options.equal_tokens else cut).of_one_document(row_tokens)
     largest, whole = max(chunks), len(chunks) == 1
     if whole and memo is not None:
@@ -110,18 +109,23 @@ def memory_of_ranks(
         every = each_chunk(chunks, layout.ring, lambda far: pass_bytes(*of, options, far)[0])
         of_pass = replace(of_pass, keys=tuple(map(chunk_keys, layers_of(*of, options))))
         batch *= 2 * row_tokens / largest  # whole, and chunk by chunk
-    stages = stages_of(shape, windows, DrawnRows.whole(row_tokens), layout.pipeline, options)
+    stages = stages_of(shape, DrawnRows.whole(row_tokens), layout.pipeline, options)
     of_passes = options.micro_batch * layout.data
     passes = -(-(options.step_rows or ROUNDS * stages.ranks * of_passes) // of_passes)
-    found, met = list[Memory](), set[object]()
+    found, met, shares = list[Memory](), set[object](), [tokens / largest for tokens in chunks]
+    kinds = kinds_of_layers(shape, options.lora, options.freeze)
+    layers = [
+        (*both, n <= of_pass.first)
+        for n, both in enumerate(zip(of_pass.layers, kinds, strict=True))
+    ]
     for rank in range(stages.ranks):
-        sizes, last = stages.sizes[rank :: stages.ranks], rank == stages.ranks - 1
-        if sizes in met and memo is not None and not last:
+        mine, last = stage_layers(stages, rank), rank == stages.ranks - 1
+        alike = stages.sizes[rank :: stages.ranks], tuple(layers[n] for n in mine.layers)
+        if alike in met and memo is not None and not last:
             continue
-        met.add(sizes)
-        shares = [tokens / largest for tokens in chunks]
+        met.add(alike)
         taken = rank_bytes(of_pass, stages, schedule, passes, rank, shares, every)
-        state = state_of(shape, layout, options, stage_layers(stages, rank))
+        state = state_of(shape, layout, options, mine)
         parts = {"activations": taken.kept, "at work": taken.at_work, "batch": passes * batch}
         host = int(sum(state.host.values()) + taken.on_host)
         found.append(Memory(state.beside(parts), host, taken.inputs))

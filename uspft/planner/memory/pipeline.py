@@ -94,11 +94,9 @@ def rank_bytes(
     few = micro_batches
     if schedule.scheduler != "gpipe":
         few = min(micro_batches, ROUNDS * stages.ranks)
-    trained = [_trains(one, stages, stage) for stage in mine]
-    begun = trained.index(True) if any(trained) else len(trained)
-    every_moment = moments(stages.ranks, schedule, few, rank, begun)
-    if not every_moment:  # forward alone, while what went in before, and what came out, is there
-        beside = (SENT + 2) * one.hidden + one.angles
+    every_moment = moments(stages.ranks, schedule, few, rank, stages.of_layer(one.first))
+    if not every_moment:  # forward alone: no gradient of its output, but messages under way
+        beside = (SENT - 1 + (rank > 0)) * one.hidden
         return RankBytes(0.0, max(peak for stage in each for peak in stage.peaks) + beside, 0.0, 0)
     message = one.hidden * sum(sizes) / len(sizes)
 
@@ -121,11 +119,6 @@ def rank_bytes(
     return RankBytes(others, peak - others, max(on_host for *_, on_host in found), inputs)
 
 
-def _trains(one: PassBytes, stages: Stages, stage: int) -> bool:
-    """Tell whether a stage has a backward."""
-    return stages.bounds[stage + 1] > one.first
-
-
 def _stage_bytes(
     one: PassBytes,
     stages: Stages,
@@ -134,7 +127,7 @@ def _stage_bytes(
     chunks: Sequence[PassBytes],
 ) -> StageBytes:
     """Return the bytes of a micro-batch in a stage; other arguments are as in rank_bytes."""
-    trains, last = _trains(one, stages, stage), stage == stages.count - 1
+    trains, last = stage >= stages.of_layer(one.first), stage == stages.count - 1
     alone, mine = one.bare if stage or not trains else (), stages.layers(stage)
 
     def of_mine(layers: Sequence[LayerBytes]) -> list[LayerBytes]:
@@ -166,12 +159,13 @@ def _stage_bytes(
 
 @lru_cache(maxsize=4096)
 def moments(
-    ranks: int, schedule: Schedule, micro_batches: int, rank: int, begun: int = 0
+    ranks: int, schedule: Schedule, micro_batches: int, rank: int, first: int = 0
 ) -> tuple[Moment, ...]:
-    """Return the distinct times at which a rank begins a backward. begun: the first of its stages
-    that has one."""
+    """Return the distinct times at which a rank begins a backward. first: the first stage that has
+    one; earlier ones save nothing."""
     virtual, last = schedule.virtual, ranks * schedule.virtual - 1
-    actions = actions_of(schedule.scheduler, rank, ranks, micro_batches, virtual, schedule.chunks)
+    every = actions_of(schedule.scheduler, rank, ranks, micro_batches, virtual, schedule.chunks)
+    actions = [one for one in every if one.kind == "forward" or one.stage >= first]
     under_way = [[0] * schedule.chunks for _ in range(virtual)]
     # From each sending rank one receive is posted ahead.
     coming: Counter[int] = Counter()
@@ -183,16 +177,15 @@ def moments(
         own = stage // ranks
         coming[_source(kind, stage, last, ranks)] -= 1
         if kind == "forward":
-            under_way[own][chunk] += 1
+            under_way[own][chunk] += stage >= first
             if stage < last:
-                _send(lines, (stage + 1) % ranks, alone=own < begun)
+                _send(lines, (stage + 1) % ranks, alone=stage < first)
             continue
         under_way[own][chunk] -= 1
         posted = sum(1 for source, left in coming.items() if left and source not in (-1, rank))
         sent = sum(sum(line) for line in lines.values())
-        if own >= begun:
-            found[Moment(own, chunk, tuple(map(tuple, under_way)), posted + sent)] = None
-        if stage:
+        found[Moment(own, chunk, tuple(map(tuple, under_way)), posted + sent)] = None
+        if stage > first:
             _send(lines, (stage - 1) % ranks, alone=True)
     return tuple(found)
 

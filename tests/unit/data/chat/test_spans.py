@@ -143,6 +143,18 @@ def test_what_cannot_be_told_is_refused_with_the_reason(source: str, reason: str
     assert str(caught.value) == reason
 
 
+def test_a_first_answers_header_does_not_train_where_the_prompt_follows_turns_only() -> None:
+    # Zephyr: the generation prompt is inside the loop over turns, so that no turns have none.
+    source = UNMARKED["chatml"]
+    start = source.index("{%- if add_generation_prompt")
+    inside = source[start:].replace("if add_gen", "if loop.last and add_gen")
+    source = source[:start].removesuffix("{%- endfor -%}") + inside + "{%- endfor -%}"
+    turns = [turn("assistant", "Hello"), turn("user", "Hi")]
+    # Seen to fail: the header trained with the answer.
+    assert texts_written(source, turns)[1] == [ANSWER]
+    assert texts_written(source, turns[::-1])[1] == [ANSWER]
+
+
 def test_templates_that_refuse_a_first_answer_are_asked_otherwise() -> None:
     source = "{{ raise_exception('empty') if not messages }}" + UNMARKED["chatml"]
     turns = CONVERSATIONS["one answer"]["messages"][1:]

@@ -527,6 +527,64 @@ def test_spans_are_exact_for_every_kind_of_tokenizer(name: str, template: str) -
                 assert whole == rendered.text
 
 
+@pytest.mark.parametrize("rstrip", [False, True])
+def test_spaces_beside_special_tokens_change_no_token(rstrip: bool) -> None:
+    """Llama 2's tokenizer puts a space behind each special token, and Phi-3's take in what is
+    there: the tokens are the whole text's all the same, as apply_chat_template gives them."""
+    backend = llama2_like()
+    marks = ("<|user|>", "<|end|>", "<|assistant|>")
+    backend.add_special_tokens([AddedToken(m, rstrip=rstrip, normalized=False) for m in marks])
+    template = (
+        "{% for m in messages %}<|{{ m.role }}|>{{ '\n' if rstrip }}{% if m.role == 'assistant' %}"
+        "{% generation %}{{ m.content }}<|end|>{% endgeneration %}{% else %}{{ m.content }}<|end|>"
+        "{% endif %}{{ '\n' }}{% endfor %}"
+    ).replace("'\n' if rstrip", "'\n'" if rstrip else "''")
+    space = "\n" if rstrip else " "
+    turns = [turn for turn in TURNS if turn["role"] != "system"]
+    for answer in ("Hello", " Hello", "", "<|user|>Hello<|end|> \nHi"):
+        turns[1] = {"role": "assistant", "content": answer}
+        rendered = render(turns, template, {})
+        ids, ranges = tokenise_spans(backend, rendered)
+        assert ids == backend.encode(rendered.text).ids
+        got = [backend.decode(ids[a - 1 : b], skip_special_tokens=False) for a, b in ranges]
+        want = [f"<|assistant|>{text}" for text in spans_of(rendered)]
+        assert [one.replace(" ", "") for one in got] == [
+            one.replace(" ", "").replace("<|end|>" + space, "<|end|>") for one in want
+        ]
+
+
+def test_a_completion_continues_its_prompt_without_a_space_of_the_tokenizers(
+    tmp_path: Path,
+) -> None:
+    PreTrainedTokenizerFast(tokenizer_object=llama2_like(), eos_token="</s>").save_pretrained(
+        tmp_path / "t"
+    )
+    pairs = [("Hi", "Hello"), ("", "Hello"), ("Hi</s>", "Hello")]
+    records = [{"prompt": prompt, "completion": completion} for prompt, completion in pairs]
+    corpus = corpus_of(tmp_path, block(write_lines(tmp_path / "a.jsonl", records)), tmp_path / "t")
+    backend = llama2_like()
+    for index, (prompt, completion) in enumerate(pairs):
+        whole = backend.encode(prompt).ids + backend.encode(f"</s>{completion}</s>").ids[1:]
+        if index == 0:  # one text at inference; seen to fail with "Hi Hello"
+            assert backend.decode(corpus.sample(0).ids.tolist()) == "HiHello"
+        else:
+            assert corpus.sample(index).ids.tolist() == whole
+
+
+def test_a_text_with_a_bos_or_eos_of_its_own_gets_no_second_one(tmp_path: Path) -> None:
+    tokenizer = changed_tokenizer(
+        tmp_path / "t", single="<|im_start|> $A <|endoftext|>", bos_token="<|im_start|>"
+    )
+    text, prompt = "<|im_start|>def f<|endoftext|>", "<|im_start|>def"
+    records = [{"text": text}, {"text": "def f"}]
+    corpus = corpus_of(tmp_path, block(write_lines(tmp_path / "a.jsonl", records)), tokenizer)
+    plain = AutoTokenizer.from_pretrained(TOKENIZER)(text).input_ids
+    assert corpus.sample(0).ids.tolist() == corpus.sample(1).ids.tolist() == plain
+    pair = [{"prompt": prompt, "completion": " f<|endoftext|>"}]
+    corpus = corpus_of(tmp_path, block(write_lines(tmp_path / "b.jsonl", pair)), tokenizer)
+    assert corpus.sample(0).ids.tolist() == plain
+
+
 @pytest.mark.parametrize("trim", [False, True])
 def test_the_whole_texts_tokens_are_kept_where_they_fit(trim: bool) -> None:
     backend = byte_level(trim)
