@@ -306,7 +306,9 @@ def _next(
         if gpus % recipe.parallel_config.context_parallel:
             there.append("parallel_config.context_parallel=1")
         return [f"on this machine's GPUs: {command([*there, 'checkpoint.resume=never'])}"]
-    if target.name == QUICKSTART and not chats:
+    chosen = [word for word in overrides if word.startswith("parallel_config")]
+    switches = recipe.parallel_config.strategies or "strategies" in " ".join(chosen)
+    if target.name == QUICKSTART and not chats and not switches:
         return [f"try next:   {command(_another_layout(recipe))}"]
     lines, output, training = [], output_of(recipe), recipe.training
     if chats and any((output / name).is_dir() for name in (MODEL, ADAPTER)):
