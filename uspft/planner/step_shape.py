@@ -197,9 +197,6 @@ class StepShape:
         """Return the step with other values of these options."""
         return replace(self, options=replace(self.options, **options))
 
-    def passes(self, layout: Layout) -> int:
-        return -(-self.step_rows // (self.options.micro_batch * layout.data))
-
     def tokens(self, layout: Layout) -> float:
         """Return the tokens of a rank in one forward."""
         return self.options.micro_batch * self.row.length / layout.context
@@ -249,7 +246,7 @@ class PlacedStep:
     @cached_property
     def passes(self) -> int:
         """The number of forward and backward passes of a step."""
-        return self.step.passes(self.layout)
+        return self.options.passes(self.layout)
 
     @property
     def on_mesh(self) -> bool:
