@@ -85,7 +85,7 @@ def assemble(
     world = worlds[-1]  # of the longest rows
     by_degree = sorted(worlds, key=lambda one: one.layout.stored_as)
     under = by_degree if moves else by_degree[:1]  # weights are stored in each of these layouts
-    most = 1 if moves else by_degree[-1].layout.tensor  # of any rows
+    most = max(one.layout.tensor for one in worlds)  # of any rows
 
     # Rows: those of the first step are prepared in the background while the model is built.
     checkpoint = Checkpoint.known(job.resume_from) if job.resume_from else None

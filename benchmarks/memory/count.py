@@ -36,7 +36,7 @@ from uspft.mesh import Groups, make_mesh
 from uspft.model import linear
 from uspft.model.build import choose_trained, hold_corrections
 from uspft.model.causal import CausalModel
-from uspft.model.hf_config import layer_windows, softcap_of
+from uspft.model.hf_config import heads_of_layers, layer_windows, softcap_of
 from uspft.model.linear import bind_linear_layers
 from uspft.model.offload import Copies
 from uspft.model.parallel import shards_under
@@ -109,17 +109,18 @@ def count(
     layout: Layout | None = None,
     algorithm: str = "ulysses_cp",
     *,
+    rows: int = 1,
     fake: bool = True,
     every_tile: bool = True,
     parallel: Mapping[str, Any] | None = None,
     trained: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Counted:
-    """Count one row of one document as that of the ranks holds it which has the most.
+    """Count rows of one document each as that of the ranks holds them which has the most.
 
-    They are those of a ring, whose members need other keys; all ranks of Ulysses have the same.
-    What waits on the host is of the one that has most there.
-    config: of transformers, with the compute type. tokens: of the whole row. fake: on meta tensors,
+    They are those of a ring, whose members need other keys, and those of Ulysses, unless all of
+    them have equally many heads. What waits on the host is of the one that has most there.
+    config: of transformers, with the compute type. tokens: of a whole row. fake: on meta tensors,
     which need neither memory nor much time; else on real ones, into which nothing arrives.
     every_tile: whether all tiles of MLPs and norms run; else the first two and the last, between
     which each has the bytes of the one before it. parallel: what a recipe's `parallel_config` says
@@ -132,14 +133,18 @@ def count(
     windows = set(layer_windows(config))
     if len(windows) == 1:  # tokens are then in an order made for it, as a run's are
         options["window"] = windows.pop()
-    step = layout.mesh_columns * layout.ulysses
-    for rank in range(0, step * layout.ring, step):
+    ranks, each = layout.mesh_columns * layout.ulysses, heads_of_layers(config)
+    even = all(one.query % ranks == 0 in (one.kv % ranks, ranks % one.kv) for one in each)
+    step = ranks if even else layout.mesh_columns
+    options["keep"] = not (memory.gradient_checkpointing or memory.heads_at_once)
+    for rank in range(0, layout.mesh_columns * layout.context, step):
         with one_of(layout.ranks, rank):
             groups = Groups()
             kernel = returns(softcap_of(config))
             world = world_of(layout, algorithm, device, kernel, parallel, groups=groups, **options)
             with device, nullcontext() if every_tile else patch.object(TiledCall, "spans", _few):
-                found.append(count_here(config, tokens, memory, world, groups, trained))
+                of = config, tokens, memory, world, groups, trained
+                found.append(count_here(*of, rows=rows))
     most = max(found, key=lambda counted: counted.most_bytes["all"])
     return replace(most, host_bytes=max(counted.host_bytes for counted in found))
 
@@ -237,7 +242,8 @@ def world_of(
     """Make a layout live with an algorithm that shares rows. parallel, options: as of `count`."""
     row = row_of(algorithm, layout.context)
     block = ParallelBlock(model_parallel=layout.tensor, **(parallel or {}))
-    made = make_algorithm(row, layout.ulysses, layout.ring, keep=False, **options)
+    options = {"keep": False, **options}
+    made = make_algorithm(row, layout.ulysses, layout.ring, **options)
     named = row, made, tensor_algorithm(block, layout)
     return World(make_mesh(layout, groups or Groups(), Books()), *named, kernel, device)
 
@@ -249,9 +255,10 @@ def count_here(
     world: World,
     groups: Groups | None = None,
     trained: Mapping[str, Any] | None = None,
+    rows: int = 1,
 ) -> Counted:
-    """Count one row of one document as this rank holds it, in the world that is up."""
-    share = world.share([Segments.single(tokens)])
+    """Count rows of one document each as this rank holds them, in the world that is up."""
+    share = world.share([Segments.single(tokens)] * rows)
     module = module_of(config, memory, world, groups or Groups(), trained)
     batch = _batch(world, share)
     counting = LiveBytes()

@@ -34,14 +34,15 @@ def predicted(
     dtype: str = "bfloat16",
     parallel: Mapping[str, Any] | None = None,
     trained: Mapping[str, Any] | None = None,
+    rows: int = 1,
     **options: Any,
 ) -> Memory:
     """Return what is predicted of what `count` counts; the arguments are its own."""
-    asked = options_for(
-        shape, memory, algorithm, dtype=dtype, parallel=parallel, trained=trained, **options
-    )
+    of: dict[str, Any] = {"dtype": dtype, "parallel": parallel, "trained": trained}
+    of["micro_batch"] = rows
+    asked = options_for(shape, memory, algorithm, **of, **options)
     found = memory_of(shape, layout, row_tokens, options=asked)
-    tokens = -(-row_tokens // layout.context)
+    tokens = -(-rows * row_tokens // layout.context)
     seen = found.parts["batch"] - (BATCH_BYTES - COUNTED) * tokens
     return replace(found, parts={**found.parts, "batch": seen})
 

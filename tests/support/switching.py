@@ -47,6 +47,11 @@ MIXES: dict[str, list[dict[str, Any]]] = {
         {"pipeline_stage": 2, **RING2},
         {"pipeline_stage": 4, "layers_per_stage": [1, 1, 1, 1]},
     ],
+    "stages or tensor": [
+        {"model_parallel": 2},
+        {"pipeline_stage": 2},
+        {"pipeline_stage": 4, "layers_per_stage": [1, 1, 1, 1]},
+    ],
 }
 """Of "stages", the longest rows' layout and then the others are HotSPa's own example."""
 RANK, ALPHA = 4, 6.0

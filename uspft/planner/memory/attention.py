@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from uspft.planner.memory.in_flight import backward_bytes, forward_bytes
+from uspft.planner.memory.in_flight import backward_bytes, forward_bytes, kept_bytes
 from uspft.planner.memory.operations import WIDE, LayerTape
-from uspft.planner.memory.sizes import Sharing
+from uspft.planner.memory.sizes import Sharing, StateHeads
 from uspft.planner.memory.tape import GradientStorages, Storage, Tensor
 
 InnerAttention = Callable[[list[Tensor]], Tensor]
@@ -22,18 +22,28 @@ def attend_over_heads(
     if how.row.ulysses == 1:
         return inner(qkv)
     heads, kv = (how.bytes(how.row.ulysses * each) for each in how.widest)
-    made = inner(scattered(tape, qkv, [heads, kv, kv], how.element))
-    return at_home(tape, made, how.bytes(how.heads))
+    made = inner(scattered(tape, qkv, [heads, kv, kv], how))
+    return at_home(tape, made, how.bytes(how.heads), how)
 
 
-def at_home(tape: LayerTape, out: Tensor, size: float) -> Tensor:
+def at_home(tape: LayerTape, out: Tensor, size: float, how: Sharing | StateHeads) -> Tensor:
     """Return the output of all heads for this rank's tokens, after the all-to-all back. size: its
     bytes."""
+    (out,) = in_order(tape, [out], how)
     return tape.remade(out, size, beside=out.size, back=out.size)
 
 
+def in_order(tape: LayerTape, parts: list[Tensor], how: Sharing | StateHeads) -> list[Tensor]:
+    """Return copies of parts with all tokens of a Ulysses group in another order, if received
+    tokens are not sorted."""
+    if how.index is None:
+        return parts
+    index = tape.new(how.index)
+    return [tape.remade(one, keeps=[index]) for one in parts]
+
+
 def scattered(
-    tape: LayerTape, parts: list[Tensor], sizes: Sequence[float], element: int
+    tape: LayerTape, parts: list[Tensor], sizes: Sequence[float], how: Sharing | StateHeads
 ) -> list[Tensor]:
     """Return the parts after the all-to-all that splits heads: q, k and v as views of the received
     buffer, others as copies. sizes: of each; larger than before if ranks share a head, whose
@@ -47,8 +57,8 @@ def scattered(
         found: GradientStorages = []
         for has, size in zip(sizes, before, strict=True):
             if has > size:
-                wide = tape.new(size * WIDE / element)
-                found.append(wide if element == WIDE else tape.new(size))
+                wide = tape.new(size * WIDE / how.element)
+                found.append(wide if how.element == WIDE else tape.new(size))
                 del wide
             else:
                 found.append(tape.new(size))
@@ -59,7 +69,9 @@ def scattered(
     received = tape.new(every)
     del sends
     made = [*[received] * 3, *map(tape.new, sizes[3:])]
-    return tape.record(parts, sizes, backward, made=made)
+    found = tape.record(parts, sizes, backward, made=made)
+    del received, made
+    return in_order(tape, found, how)
 
 
 def attend(tape: LayerTape, qkv: list[Tensor], how: Sharing) -> Tensor:
@@ -67,13 +79,15 @@ def attend(tape: LayerTape, qkv: list[Tensor], how: Sharing) -> Tensor:
     heads, kv = (how.row.ulysses * each for each in how.widest)
     sizes, work = [one.size for one in qkv], work_bytes(how, heads, kv)
     made = attended(tape, how, heads, kv)
+    received = tape.new(how.tokens * kept_bytes(how.row, how.token(heads, kv)))
 
     def backward(grads: GradientStorages) -> GradientStorages:
         tape.new(work)
         return [tape.new(size) for size in sizes]
 
     size = how.bytes(heads)
-    return tape.record(qkv, (size,), backward, saves=True, keeps=[*made, *qkv], made=made[1:])[0]
+    keeps = [*made, received, *qkv]
+    return tape.record(qkv, (size,), backward, saves=True, keeps=keeps, made=made[1:])[0]
 
 
 def work_bytes(how: Sharing, queries: int, keys: int) -> float:

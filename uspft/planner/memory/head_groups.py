@@ -214,9 +214,12 @@ class GroupMemory(ABC):
         with tape.apart(collects=True):
             one = self._part(BEFORE)
             made = one.before(self._input(one, wanted=True))
-            # The gradient of queries, or values, is copied, since the input's overwrites it.
-            slope = tape.new(made[2 if self.sizes.state else 0].size)
+            # The gradient of queries, or values, is copied, since the input's overwrites it, and
+            # those of keys and values are if they are parts of all ranks' tokens (of_all_ranks).
             sizes = [part.size for part in made]
+            slope = [tape.new(sizes[2 if self.sizes.state else 0])]
+            if self.sizes.gathers and self._tile.sharing.tokens < self.sizes.sharing.tokens:
+                slope += map(tape.new, sizes[1:])
             slopes = lambda grads: [tape.new(part) for part in sizes]  # noqa: E731
             (every,) = tape.record(made, (0.0,), slopes)
             tape.backward(every, tape.new(0.0))
@@ -479,7 +482,7 @@ class StateGroupMemory(GroupMemory):
                 kept = tape.new(kept_bytes(some))
                 inside.clear()
                 if some.ulysses > 1:
-                    own = at_home(tape, own, some.bytes(some.values))
+                    own = at_home(tape, own, some.bytes(some.values), some)
                 found.append(kept)
             del own, kept
         return found

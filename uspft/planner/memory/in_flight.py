@@ -48,12 +48,16 @@ class RowSharing(NamedTuple):
     """The tokens of earlier chunks of the row per token of this chunk; attention sees their keys
     chunk by chunk, or with a ring all together (sequence/chunk_attention.py)."""
     window: Window | None = None
+    rows: int = 1
+    """The rows of a micro-batch."""
+    keeps: bool = False
+    """Whether received keys are saved for the backward; otherwise they are sent again."""
 
     @property
     def fetches(self) -> int:
         """How often keys are sent, for which tokens are assigned to ranks: once more in the
-        backward if only needed keys are sent."""
-        return 2 if self.stages is not None and self.trimmed else 1
+        backward if only needed keys are sent and not saved."""
+        return 2 if self.stages is not None and self.trimmed and not self.keeps else 1
 
     def of_row(self, tokens: int) -> RowSharing:
         """Return the same with another row length, if there is a window."""
@@ -82,6 +86,11 @@ WINDOWS_WALKED = 32
 """A rank with many windows is extrapolated from simulations with this many and twice as many."""
 
 
+ROWS_WALKED = 2
+"""The rows that are simulated where a micro-batch has more, since each further one adds the same.
+"""
+
+
 SHORT = (8, 12)
 """The two rings from which longer ones are extrapolated: beyond the first, each rank adds the same,
 and a simulation takes time cubic in the number of ranks."""
@@ -97,7 +106,7 @@ def _shares(how: RowSharing) -> Sequence[Share]:
     everywhere = seen if window and window.everywhere else None
     order = balanced(row, ulysses, ring, fetches=how.fetches, window=everywhere)
     if window or not how.behind:
-        return everyones(row, order, ulysses, seen)
+        return everyones(row, order, ulysses, seen, min(how.rows, ROWS_WALKED))
     unit = 2 * ring * ulysses
     first = max(1, round(how.behind * tokens / unit)) * unit
     earlier = balanced(Segments.single(first), ulysses, ring)
@@ -113,7 +122,13 @@ def backward_bytes(how: RowSharing, token: BytesPerToken) -> float:
     tensors and the output's gradient; 0 if a rank's attention is a single block."""
     if how.ring == 1 and how.window is None:
         return token.query + token.pair + token.of_sinks if token.sinks else 0.0
-    return _of_a_token(backward_bytes, _back, how, token)
+    return _with_saved_keys(how, token) - kept_bytes(how, token)
+
+
+@lru_cache(maxsize=256)
+def _with_saved_keys(how: RowSharing, token: BytesPerToken) -> float:
+    """Return the same with kept_bytes, of which ranks have different numbers."""
+    return _of_a_token(_with_saved_keys, _back, how, token)
 
 
 @lru_cache(maxsize=256)
@@ -127,8 +142,15 @@ def forward_bytes(how: RowSharing, token: BytesPerToken) -> float:
     return _of_a_token(forward_bytes, _forth, how, token)
 
 
+@lru_cache(maxsize=256)
+def kept_bytes(how: RowSharing, token: BytesPerToken) -> float:
+    """Return the bytes of other ranks' keys and values that are saved for the backward, per token
+    of the fullest rank."""
+    return _of_a_token(kept_bytes, _saved, how, token) if how.keeps and how.ring > 1 else 0.0
+
+
 BytesFound = Callable[[RowSharing, BytesPerToken], float]
-"""backward_bytes or forward_bytes."""
+"""_with_saved_keys, forward_bytes or kept_bytes."""
 Walk = Callable[[Tape, Share, BytesPerToken, RowSharing], float]
 
 
@@ -177,9 +199,16 @@ def _forth(tape: Tape, share: Share, token: BytesPerToken, how: RowSharing) -> f
     return found
 
 
+def _saved(tape: Tape, share: Share, token: BytesPerToken, how: RowSharing) -> float:
+    """Return the bytes of other ranks' keys that are saved."""
+    arrivals = _exchange_of(share, how).arrivals
+    return token.pair * sum(size for arrival in arrivals for size in arrival.sizes)
+
+
 def _back(tape: Tape, share: Share, token: BytesPerToken, how: RowSharing) -> float:
     """Return the peak bytes of a rank's backward."""
     me, own = share.ring_index, _up_to_end(tape, share, token)
+    saved = tape.new(_saved(tape, share, token, how) if how.keeps else 0.0)
     tokens, keys = share.holdings[me].tokens, share.keys[me].tokens
     dq = _Sum(tape, tokens, token.query, token.wide)
     dkv = _Sum(tape, keys, token.pair, token.wide)
@@ -193,7 +222,7 @@ def _back(tape: Tape, share: Share, token: BytesPerToken, how: RowSharing) -> fl
     rounded = dkv.result()
     tape.new(token.of_sinks * tokens)
     queries = dq.result()
-    del rounded, queries, own, last
+    del rounded, queries, own, last, saved
     return tape.most
 
 
@@ -206,7 +235,7 @@ def _up_to_end(tape: Tape, share: Share, token: BytesPerToken) -> Storage:
 def _exchange_of(share: Share, how: RowSharing) -> Exchange:
     assert how.stages is not None  # otherwise keys go round a ring
     least = None if how.stages else 1 if how.window is None else PIECE_TOKENS
-    return Exchange(share, how.stages, trimmed=how.trimmed, keep=False, least=least)
+    return Exchange(share, how.stages, trimmed=how.trimmed, keep=how.keeps, least=least)
 
 
 RangeGradients = list[tuple[int, Storage]]
@@ -342,17 +371,22 @@ def _exchange(
     """Simulate the backward of an exchange: add to the gradients of queries and of a rank's own
     keys as keys arrive."""
     tokens, held = (each[share.ring_index].tokens for each in (share.holdings, share.keys))
-    parcels = _arriving(tape, exchange, token)
-    queries, keys = _kernel(tape, exchange.blocks_here, held, tokens, token)
-    dq.add(queries)
-    own.add(keys)
-    del queries, keys
+
+    def own_keys() -> None:
+        queries, keys = _kernel(tape, exchange.blocks_here, held, tokens, token)
+        dq.add(queries)
+        own.add(keys)
+
+    parcels = None if exchange.keep else _arriving(tape, exchange, token)
+    if parcels:
+        own_keys()
     pending: list[tuple[Storage, Storage]] = []
     for arrival in exchange.arrivals:
-        arrived = sum(arrival.sizes)
-        here = parcels.pop(arrival.leg)
-        whole = tape.new(token.pair * arrived) if len(here) > 1 else here[0][1]
-        del here
+        arrived, whole = sum(arrival.sizes), None
+        if parcels:
+            here = parcels.pop(arrival.leg)
+            whole = tape.new(token.pair * arrived) if len(here) > 1 else here[0][1]
+            del here
         queries, partials = _kernel(tape, arrival.blocks, arrived, tokens, token)
         del whole
         dq.add(queries)
@@ -361,6 +395,8 @@ def _exchange(
         total.add(partials)
         del partials
         pending += _sent(tape, exchange, arrival, [total.result(stacked=True)], token)
+    if exchange.keep:  # while others' gradients are sent
+        own_keys()
     own.open()
 
 

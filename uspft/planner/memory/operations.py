@@ -294,7 +294,7 @@ class LayerTape(Tape):
         held = [one.storage for one in inputs]
         made = [self.new(inputs[0].size)]
 
-        def parts() -> list[Tensor]:
+        def parts(share: float) -> list[Tensor]:
             each = zip(sizes, held, wanted, strict=True)
             return [
                 self.leaf(size * share, storage) if wants else Tensor(size * share, storage)
@@ -305,9 +305,10 @@ class LayerTape(Tape):
             found = [self.new(n) if wants else None for n, wants in zip(sizes, wanted, strict=True)]
             sums: list[Storage] = []
             last: list[Storage | None] = []  # Python's loop keeps a reference to a tile's gradients
-            for _ in range(2 if share < 1 else 1):  # the second tile stands for all later ones
+            # The second tile, which may be the shorter last one, stands for all later ones.
+            for of_tile in (share, min(share, 1 - share)) if share < 1 else (share,):
                 with self.apart(collects=True) as parameters:
-                    tile = parts()
+                    tile = parts(of_tile)
                     out = module(tile)
                     if out.node:
                         self.backward(out, self.new(0.0))

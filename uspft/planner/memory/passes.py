@@ -15,7 +15,7 @@ from uspft.planner.memory.head_groups import LayerInGroups
 from uspft.planner.memory.layer import Layer, enter, norm
 from uspft.planner.memory.mesh import all_features
 from uspft.planner.memory.operations import INDEX, WIDE, LayerTape, NormKind
-from uspft.planner.memory.sizes import LayerSizes, layers_of
+from uspft.planner.memory.sizes import LayerSizes, index_bytes, layers_of
 from uspft.planner.memory.states import StateLayer
 from uspft.planner.memory.tape import GradientStorages, Tensor
 from uspft.planner.products import head_projection, outside_modules
@@ -105,7 +105,8 @@ def layer_bytes(
             out.storage, others = None, tape.new(later.others)
             tape.backward(out, tape.new(size), received())
             del others
-        return LayerBytes(kept, max(forward, tape.most), lets_go=lets_go, lent=lent - before)
+        most = max(forward, tape.most)
+        return LayerBytes(kept, most, kept, lets_go=lets_go, lent=lent - before)
     with tape.first_run():
         out = layer(hidden[0])
     trains = out.node is not None
@@ -175,8 +176,8 @@ def _loss(tape: LayerTape, sizes: HeadSizes, hidden: Tensor) -> Tensor:
     logits: object = None
     bend: object = None
     scaled: object = None  # a tile's logits, alive until the next tile's are scaled
-    for _ in range(1 if tile == tokens else 2):
-        number = float(tile * sizes.vocabulary)
+    for part in (tile, min(tile, tokens - tile)) if tile < tokens else (tile,):
+        number = float(part * sizes.vocabulary)
         narrow = tape.new(e * number)
         logits = narrow if e == WIDE else tape.new(WIDE * number)
         del narrow
@@ -185,7 +186,7 @@ def _loss(tape: LayerTape, sizes: HeadSizes, hidden: Tensor) -> Tensor:
         scaled = logits
         slope = tape.new(e * number) if e < WIDE else logits
         if of_rows:
-            tape.new(float(e * tile * s.hidden))
+            tape.new(float(e * part * s.hidden))
         if of_weight:
             tape.new(e * weight)
         del slope
@@ -381,7 +382,7 @@ def pass_bytes(
         ),
         routers,
     )
-    return one, float(BATCH_BYTES * tokens)
+    return one, BATCH_BYTES * tokens + index_bytes(layout, options, tokens)
 
 
 def chunk_keys(layer: LayerSizes) -> ChunkKeys:

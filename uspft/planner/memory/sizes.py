@@ -19,7 +19,7 @@ from uspft.pipeline.stages import first_layers
 from uspft.planner.expert_traffic import ranks_met
 from uspft.planner.layer_kinds import LLAMA, SHARED_EXPERT, LayerKind, layer_kinds
 from uspft.planner.memory.in_flight import BytesPerToken, RowSharing, Window
-from uspft.planner.memory.operations import WIDE
+from uspft.planner.memory.operations import INDEX, WIDE
 from uspft.planner.products import (
     SHARED_GATE,
     inner_features,
@@ -56,6 +56,9 @@ class Sharing:
     sinks: bool
     flash: bool
     """As in Options."""
+    index: float | None = None
+    """The bytes that a layer itself saves of the index that sorts received tokens: with offloading
+    each layer has a copy of it; None: they are sorted already."""
 
     @property
     def widest(self) -> tuple[int, int]:
@@ -87,6 +90,8 @@ class StateHeads:
     """The names of the projections into it, with their output features."""
     out: str
     """The name of the projection out of it."""
+    index: float | None = None
+    """As in Sharing."""
 
     @property
     def norm(self) -> str:
@@ -369,7 +374,7 @@ def layers_of(
     tokens, columns = -(-options.micro_batch * row_tokens // layout.context), layout.mesh_columns
     windows, lora = layer_windows(shape), options.lora
     trains = trained_layers(shape, lora, options.freeze)
-    everywhere = len(set(windows)) == 1
+    everywhere, index = len(set(windows)) == 1, saved_index(layout, options, tokens)
     again = _checkpointed(shape, layout, row_tokens, options)
     row = _row(layout, options, behind)
     down = inner_matrices(shape, experts=shape.routed)[-1].on(layout.tensor)
@@ -399,6 +404,7 @@ def layers_of(
                     row._replace(window=seen),
                     kind.sinks,
                     options.flash,
+                    index,
                 ),
                 shape.hidden_size,
                 inner_features(of, columns, experts=bool(kind.router)),
@@ -443,7 +449,24 @@ def _row(layout: Layout, options: Options, behind: float) -> RowSharing:
     stages = options.exchange_stages if "exchange_stages" in options.algorithm.options else None
     every = options.algorithm.all_at_once
     stages = 1 if every else stages
-    return RowSharing(layout.ulysses, layout.ring, stages, not every, behind)
+    short = options.checkpointing or options.at_once or options.schedule.chunks > 1
+    keeps = stages is not None and not (every or short)
+    of = layout.ulysses, layout.ring, stages, not every, behind
+    return RowSharing(*of, rows=options.micro_batch, keeps=keeps)
+
+
+def index_bytes(layout: Layout, options: Options, tokens: int) -> float:
+    """Return the bytes of the index by which a Ulysses rank sorts the tokens that it receives into
+    the order of rows (sequence/ulysses.py), and of its inverse; 0 for a single row, whose tokens
+    arrive sorted. tokens: of one rank."""
+    several = min(options.micro_batch, layout.ulysses) > 1
+    return float(2 * INDEX * layout.ulysses * tokens) if several else 0.0
+
+
+def saved_index(layout: Layout, options: Options, tokens: int) -> float | None:
+    """Return what a layer saves of the index, or of its inverse, as in Sharing."""
+    size = index_bytes(layout, options, tokens)
+    return size / 2 * options.offload_activations if size else None
 
 
 def _heads(shape: ModelShape, layout: Layout, options: Options, tokens: int) -> StateHeads:
@@ -457,4 +480,5 @@ def _heads(shape: ModelShape, layout: Layout, options: Options, tokens: int) -> 
     into = tuple((name, one.outputs) for name, one in every.items() if one.splits == "outputs")
     (out,) = every.keys() - dict(into)
     degrees = layout.ulysses, layout.ring
-    return StateHeads(options.element, tokens, sizes.on(columns), *degrees, into, out)
+    index = saved_index(layout, options, tokens)
+    return StateHeads(options.element, tokens, sizes.on(columns), *degrees, into, out, index)

@@ -216,7 +216,7 @@ def rule_gradients(tape: LayerTape, sizes: Sequence[float], of: StateHeads) -> G
 def inside_heads(tape: LayerTape, parts: list[Tensor], of: StateHeads) -> list[Tensor]:
     """Return the rule's inputs for some heads and all tokens of a Ulysses group."""
     heads = of.inside
-    inside = scattered(tape, parts, of.taken(heads), of.element)
+    inside = scattered(tape, parts, of.taken(heads), of)
     if heads.values * of.sizes.keys != heads.keys * of.sizes.values:  # each value head's key head
         each = of.bytes(heads.values * heads.key_dim)
         inside[:2] = [tape.remade(one, each) for one in inside[:2]]
@@ -235,4 +235,4 @@ def _over_heads(
     inside = inside_heads(tape, parts, of)
     made = inner(inside)
     del inside
-    return at_home(tape, made, of.bytes(of.values))
+    return at_home(tape, made, of.bytes(of.values), of)

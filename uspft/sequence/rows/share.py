@@ -174,10 +174,13 @@ RowParts = Sequence[Sequence["Share"]]
 """The chunks of a row, each as the shares of all ring ranks."""
 
 
-def everyones(segments: Segments, order: Order, ulysses: int, window: int | None) -> list[Share]:
-    """Return the share of each ring rank for one row, as the rank's first Ulysses member has it."""
-    ring = len(order) // ulysses
-    return [Share([segments], [order], (ulysses, i * ulysses), window) for i in range(ring)]
+def everyones(
+    segments: Segments, order: Order, ulysses: int, window: int | None, rows: int = 1
+) -> list[Share]:
+    """Return the share of each ring rank for a row, or for several alike, as the rank's first
+    Ulysses member has it."""
+    ring, alike = len(order) // ulysses, ([segments] * rows, [order] * rows)
+    return [Share(*alike, (ulysses, i * ulysses), window) for i in range(ring)]
 
 
 def _lay_end_to_end(rows: Sequence[Segments], orders: Sequence[Order]) -> list[list[Span]]:

@@ -145,8 +145,13 @@ SAVING: dict[str, dict[str, Any]] = {
     "exchange": {"recompute": "exchange", **TILED},
     "attention": {"recompute": "attention", "loss_tile_tokens": 1024},
     "attention, tiles": {"recompute": "attention", **TILED},
+    "two tiles": {"recompute": "attention", "mlp_tile_tokens": 3000, "loss_tile_tokens": 3000},
     "offload": {"offload_activations": "cpu", "recompute": "attention", **TILED},
     "offload more": {"offload_activations": "cpu", "loss_tile_tokens": 1024},
+    "offload of one layer": {
+        **{"offload_activations": "cpu", "gradient_checkpointing": 1},
+        **{"recompute": "exchange", "loss_tile_tokens": 1024},
+    },
     "groups": {"attention_heads": 4, "recompute": "attention", **TILED},
     "groups kept": {"attention_heads": 2, "recompute": "nothing", **TILED},
     "groups away": {"attention_heads": 1, "offload_activations": "cpu", **TILED},
@@ -167,6 +172,8 @@ TRAINED: dict[str, dict[str, Any]] = {
     "last layer": {"freeze": [r"layers\.0\.", "embed"]},
 }
 DTYPES = ("bfloat16", "float32")
+ROWS = (1, 2)
+"""Of a micro-batch."""
 
 
 class Case(NamedTuple):
@@ -177,6 +184,7 @@ class Case(NamedTuple):
     saving: str
     trained: str
     dtype: str
+    rows: int = 1
 
 
 FEW = [
@@ -246,6 +254,12 @@ FEW = [
     Case("granite moe", "tensor, experts", "groups away", "lora", "bfloat16"),
     Case("states, experts", "planned 2", "groups away", "all", "bfloat16"),
     Case("gemma4", "tensor", "exchange", "last layer", "bfloat16"),
+    Case("many heads", "whole", "two tiles", "last layer", "bfloat16"),
+    Case("many heads", "planned 4", "none", "all", "bfloat16"),
+    Case("llama", "ulysses 4", "offload of one layer", "all", "bfloat16", 2),
+    Case("many heads", "hybrid", "none, tiles", "all", "float32", 2),
+    Case("states", "ulysses 4", "attention, tiles", "all", "bfloat16", 2),
+    Case("many heads", "ulysses 4", "groups", "all", "bfloat16", 2),
 ]
 """Every value of each is among them."""
 
@@ -275,7 +289,7 @@ PARTS = 10
 
 @cache
 def cases(*, full: bool) -> list[Case]:
-    factors = tuple(MODELS), tuple(LAYOUTS), tuple(SAVING), tuple(TRAINED), DTYPES
+    factors = tuple(MODELS), tuple(LAYOUTS), tuple(SAVING), tuple(TRAINED), DTYPES, ROWS
     return [Case(*case) for case in pairwise(*factors, legal=legal)] if full else FEW
 
 
@@ -330,6 +344,7 @@ def counted(rank: int, wanted: list[Case], every_tile: bool, folder: Path) -> di
             memory,
             layout,
             algorithm,
+            rows=case.rows,
             every_tile=every_tile,
             trained=trained,
             **options,
@@ -348,6 +363,7 @@ def predicted_of(case: Case, shape: ModelShape, **others: Any) -> Any:
         MemoryBlock(**SAVING[case.saving]),
         algorithm,
         dtype=case.dtype,
+        rows=case.rows,
         trained=TRAINED[case.trained],
         **options | others,
     )
@@ -361,7 +377,7 @@ def test_the_formula_predicts_the_count_within_two_percent(
 ) -> None:
     full = part is not None
     every = cases(full=full)
-    for number, values in enumerate((MODELS, LAYOUTS, SAVING, TRAINED, DTYPES)):
+    for number, values in enumerate((MODELS, LAYOUTS, SAVING, TRAINED, DTYPES, ROWS)):
         assert {case[number] for case in every} == set(values)
     found = spawn(1, counted, every[part::PARTS] if full else every, full, tmp_path)[0]
     off: dict[Case, Any] = {}
@@ -476,6 +492,7 @@ WIDTHS: dict[str, dict[str, Any]] = {
     },
 }
 WIDE = [
+    ("8B", "tensor, tokens", "groups", "all"),
     ("7B", "ring 4", "none, tiles", "all"),
     ("8B", "ulysses 4", "nothing", "all"),
     ("8B", "planned 4", "offload", "no mlp"),
