@@ -342,7 +342,7 @@ def built(
     bind_linear_layers(model)
     choose_trained(model, ModelBlock(config=CONFIG, **(trained or {})), 0)
     model.to(config.dtype)  # adapters too
-    held, holders, stages = Layout(), None, world and world.stages
+    held, holders, stages = Layout(), None, world.stages if world else None
     if world and groups:
         held = world.layout
         shards = shards_under(model, places(model), world)
