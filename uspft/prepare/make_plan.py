@@ -148,9 +148,8 @@ def lengths_of(recipe: Recipe, corpus: Path) -> list[int]:
     A sample that `overlong: split` cuts counts as its documents, and sources count by their weight.
     """
     stream = training_rows(recipe.data, corpus, recipe.seed, one_document=True)
-    count = stream.rows_in_epoch(0)
-    looked_at = min(count, LOOKED_AT)
-    return [stream.tokens_of(number * count // looked_at) for number in range(looked_at)]
+    every = range(stream.rows_in_epoch(0))
+    return [stream.tokens_of(number) for number in _spread(every, LOOKED_AT)]
 
 
 def course_of(recipe: Recipe, corpus: Path) -> dict[str, Any]:
@@ -353,7 +352,7 @@ def _packed(recipe: Recipe, lengths: list[int]) -> tuple[Segments, ...]:
     )
 
 
-def _spread(numbers: range) -> list[int]:
-    """Return ROWS numbers of a range, evenly spread, or all if it has fewer."""
-    count = min(ROWS, len(numbers))
+def _spread(numbers: range, most: int = ROWS) -> list[int]:
+    """Return `most` numbers of a range, evenly spread, or all if it has fewer."""
+    count = min(most, len(numbers))
     return [numbers[place * len(numbers) // count] for place in range(count)]

@@ -83,7 +83,7 @@ def _zero_bytes(step: StepShape, layout: Layout) -> float:
     layers = trained_layers(step.model, options.lora, options.freeze)
     matrices = [name.startswith(EXPERTS) for one in layers for name in one.weights]
     trained = sum(matrices) / (2 * sum(expert_layers(step.model)))
-    gradient, weight, passes = options.gradient_bytes, options.element, step.passes(layout)
+    gradient, weight, passes = options.gradient_bytes, options.element, options.passes(layout)
     if options.zero_stage == 3:
         return 2 * weight + gradient * trained
     once = weight / passes
