@@ -5,7 +5,6 @@ what trains and type."""
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import cycle
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -30,6 +29,7 @@ from tests.unit.planner.memory.test_formula import (
 from uspft.config.inputs import ModelBlock
 from uspft.config.recipe import MemoryBlock
 from uspft.families import ModelShape, layer_blocks, read_shape
+from uspft.layout import Layout
 from uspft.planner.memory.passes import moved_bytes
 from uspft.prepare.host import CONFIGS
 
@@ -38,23 +38,30 @@ MODELS += ("olmo2", "phi3", "mixtral", "qwen3 moe", "shared", "glm", "ernie", *H
 SAVED = ("none", "none, tiles", "attention", "attention, tiles")
 
 
+PLACES: dict[str, tuple[Layout, str, dict[str, Any]]] = {
+    **{name: LAYOUTS[name] for name in ("whole", "tensor, tokens")},
+    "experts": (Layout(data=4, experts=4), "ulysses_cp", {}),
+}
+
+
 def runs(traits: tuple[Any, ...]) -> bool:
-    """Whether torch's grouped products of a case's experts run on meta."""
+    """Whether there are experts to divide, and torch's grouped products of them run on meta."""
     case = Case(*traits)
-    return case.model not in ROUTED or case.dtype == "bfloat16"
+    routed = case.model in ROUTED
+    return case.dtype == "bfloat16" if routed else case.layout != "experts"
 
 
-FACTORS = ("whole", "tensor, tokens"), SAVED, ("all", "lora"), ("bfloat16", "float32")
+FACTORS = tuple(PLACES), SAVED, ("all", "lora"), ("bfloat16", "float32")
 EVERY = [Case(*traits) for traits in pairwise(MODELS, *FACTORS, legal=runs)]
 
 
 def few() -> list[Case]:
     """Each model in one way to run, in pairs of all else."""
-    found = []
-    for model, traits in zip(MODELS, cycle(pairwise(*FACTORS)), strict=False):
-        case = Case(model, *traits)
-        found.append(case if runs(case) else case._replace(dtype="bfloat16"))
-    return found
+    every, found = pairwise(*FACTORS) * 2, []
+    for model in MODELS:
+        found.append(next(one for one in every if runs((model, *one))))
+        every.remove(found[-1])
+    return [Case(model, *traits) for model, traits in zip(MODELS, found, strict=True)]
 
 
 def made_of(model: str, dtype: str) -> Any:
@@ -67,7 +74,7 @@ def counted(rank: int, cases: list[Case]) -> list[int]:
     found = []
     with alone(), patch("uspft.model.loss._add_product", lambda out, a, b: None):
         for case in cases:
-            counting, (where, algorithm, others) = MovedBytes(), LAYOUTS[case.layout]
+            counting, (where, algorithm, others) = MovedBytes(), PLACES[case.layout]
             config, memory = made_of(case.model, case.dtype), MemoryBlock(**SAVING[case.saving])
             with patch("benchmarks.memory.count.LiveBytes", lambda: counting):  # noqa: B023
                 given = config, TOKENS, memory, where, algorithm
@@ -77,10 +84,10 @@ def counted(rank: int, cases: list[Case]) -> list[int]:
 
 
 def predicted(case: Case, shape: ModelShape) -> float:
-    layout, algorithm, others = LAYOUTS[case.layout]
+    layout, algorithm, others = PLACES[case.layout]
     of = {"dtype": case.dtype, "trained": TRAINED[case.trained]}
     options = options_for(shape, MemoryBlock(**SAVING[case.saving]), algorithm, **of, **others)
-    found = moved_bytes(shape, layout.mesh_columns, replace(options, slices=None))
+    found = moved_bytes(shape, layout.mesh_columns, layout.experts, replace(options, slices=None))
     return sum(found[blocks].of(TOKENS) for blocks in (*layer_blocks(shape), None))
 
 
