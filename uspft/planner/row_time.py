@@ -28,7 +28,6 @@ from uspft.planner.mesh import (
 from uspft.planner.products import block_projections, head_projection
 from uspft.planner.step_shape import (
     PlacedStep,
-    StepLayer,
     StepPart,
     StepShape,
     StepTime,
@@ -49,7 +48,7 @@ def forward_and_backward(placed: PlacedStep) -> list[StepPart]:
     return [part.times(layers[one]) for one, parts in one_of.items() for part in parts] + outside
 
 
-def parts_apart(placed: PlacedStep) -> tuple[dict[StepLayer, list[StepPart]], list[StepPart]]:
+def parts_apart(placed: PlacedStep) -> tuple[dict[Blocks, list[StepPart]], list[StepPart]]:
     """Return the parts of one forward and backward in one layer of each kind, and those outside of
     the layers (embedding, head and loss).
 
@@ -64,28 +63,28 @@ def parts_apart(placed: PlacedStep) -> tuple[dict[StepLayer, list[StepPart]], li
     def by_name(parts: Iterable[StepPart]) -> list[StepPart]:
         return [*StepTime(tuple(parts)).by_name.values()]
 
-    def apart() -> tuple[dict[StepLayer, list[StepPart]], list[StepPart]]:
+    def apart() -> tuple[dict[Blocks, list[StepPart]], list[StepPart]]:
         # Layers with attention and experts come first, since they have most parts.
         every = dict.fromkeys(step.layers)
-        kinds = sorted(every, key=lambda one: (one.blocks.state, -one.blocks.experts))
+        kinds = sorted(every, key=lambda one: (one.state, -one.experts))
         one_of = {one: by_name(_layer_parts(placed, one)) for one in kinds}
         return one_of, by_name(_outside_parts(placed))
 
     return placed.memo.once(("apart", *degrees, *ranks, *runs), apart)
 
 
-def _layer_parts(placed: PlacedStep, layer: StepLayer) -> Iterator[StepPart]:
+def _layer_parts(placed: PlacedStep, layer: Blocks) -> Iterator[StepPart]:
     """Yield the parts of one layer's forward and backward, without ZeRO's transfers."""
     if placed.on_mesh:
         yield from mesh_layer(placed)
     else:
-        products = StepPart("products", _product_seconds(placed, layer.blocks))
+        products = StepPart("products", _product_seconds(placed, layer))
         yield products
-        yield from _sums(placed, layer.blocks, products.seconds)
-    if layer.blocks.experts and placed.layout.experts > 1:
+        yield from _sums(placed, layer, products.seconds)
+    if layer.experts and placed.layout.experts > 1:
         yield from _dispatch(placed)
-    yield _between(placed, layer.blocks)
-    if layer.blocks.state:
+    yield _between(placed, layer)
+    if layer.state:
         yield from state_parts(placed)
     else:
         yield from attention_parts(placed, layer.window)
