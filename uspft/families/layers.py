@@ -3,10 +3,12 @@ recurrent state; experts, or an MLP."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from uspft.families.shape import ModelShape
 from uspft.families.table import EXPERTS, FAMILIES, NO_KEYS
+
+if TYPE_CHECKING:
+    from uspft.families.shape import ModelShape
 
 
 class Blocks(NamedTuple):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
@@ -15,6 +16,7 @@ from typing import Any
 from uspft.config.inputs import ModelBlock
 from uspft.config.problems import Finding
 from uspft.families.by_layer import PER_LAYER, one_form
+from uspft.families.layers import Blocks, layer_blocks
 from uspft.families.multimodal import is_multimodal, language_model, media_tokens
 from uspft.families.table import (
     FAMILIES,
@@ -73,6 +75,16 @@ class ModelShape:
         alike = bool(self.full.get("attention_k_eq_v"))
         sizes = replace(self, kv_heads=kv_heads, head_dim=dim, seeing_all=None)
         return self, replace(sizes, keys_are_values=alike)
+
+    @cached_property
+    def blocks(self) -> tuple[Blocks, ...]:
+        """The blocks of each layer."""
+        return layer_blocks(self)
+
+    @cached_property
+    def windows(self) -> Counter[int | None]:
+        """The number of layers with attention by their sliding window; None: full attention."""
+        return Counter(one.window for one in self.blocks if not one.state)
 
     @cached_property
     def borrowing(self) -> ModelShape:

@@ -235,7 +235,8 @@ def ranking(
 
     every = [one(way, search, closely=False) for way in listed]
     order, marked = _in_order(every), [one for one in every if one.own]
-    dealt = step.sample is not None or not all(is_whole(step.row, one) for one in step.windows)
+    windows = step.model.windows
+    dealt = step.sample is not None or not all(is_whole(step.row, one) for one in windows)
     if dealt or any(way.layout.pipeline > 1 for way in listed):
         given = step if dealt else search
         first = [one(each.way, given, closely=True) for each in islice(order, SHORTLIST)]

@@ -7,13 +7,12 @@ a simulation of the schedule, action by action (`simulated`), for the best of th
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, combinations
 from typing import NamedTuple
 
-from uspft.families import NO_KEYS, Blocks, ModelShape, layer_blocks, layer_windows
+from uspft.families import Blocks, ModelShape
 from uspft.pipeline.schedules import Action, Schedule, forward_and_backward, group_of
 from uspft.pipeline.simulator import Timeline, simulate
 from uspft.pipeline.stages import Each, Stages, dealt_out
@@ -108,7 +107,7 @@ def layer_flops(model: ModelShape, rows: DrawnRows) -> tuple[list[float], float]
     The embedding look-up costs none, and a state's recurrence is left out, which is a hundredth of
     its layer.
     """
-    tokens, every, known = rows.rows[0].length, layer_blocks(model), dict[Blocks, float]()
+    tokens, every, known = rows.rows[0].length, model.blocks, dict[Blocks, float]()
     for one in dict.fromkeys(every):
         met = sum(matrix.met for matrix in block_projections(model, one))
         heads = 1, model.heads, model.of_window(one.window).head_dim
@@ -122,10 +121,11 @@ def cut_by_flops(model: ModelShape, chunks: int, multiple: int) -> Cut:
     hardware."""
     # A row of padding alone has no (query, key) pairs.
     layers, head = layer_flops(model, DrawnRows((Segments((0,), 1),)))
-    kinds = Counter(layer_windows(model))
-    pair = {w: 12.0 * model.heads * model.of_window(w).head_dim for w in kinds}
-    seen = tuple((w, pair[w] * n) for w, n in kinds.items() if w != NO_KEYS)
-    return Cut(chunks, multiple, head + sum(layers), seen)
+    seen = (
+        (window, 12.0 * model.heads * model.of_window(window).head_dim * count)
+        for window, count in model.windows.items()
+    )
+    return Cut(chunks, multiple, head + sum(layers), tuple(seen))
 
 
 LONG = 2

@@ -120,7 +120,7 @@ class Way:
     def algorithm(self, step: StepShape, ranks_per_host: int) -> Algorithm:
         """Return the algorithm, with what it must know of a step, and its options as the step has
         them."""
-        windows, options = [*step.windows], step.options
+        windows, options = [*step.model.windows], step.options
         short = options.checkpointing or options.at_once or self.schedule.chunks > 1
         return make_algorithm(
             self.row,

@@ -106,7 +106,7 @@ def timed(layout: Layout, tokens: int, algorithm: str, **changes: Any) -> StepTi
 
 def test_layers_with_a_state_have_no_keys() -> None:
     assert Counter(layer_windows(NINE)) == {NO_KEYS: STATES, None: 8}
-    assert step_of(NINE, 1).windows == {None: 8} and not step_of(ALL_STATES, 1).windows
+    assert NINE.windows == {None: 8} and not ALL_STATES.windows
     assert timed(Layout(), 4096, "whole").bytes_of("states") == 0
 
 

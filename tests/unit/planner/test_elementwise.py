@@ -111,7 +111,7 @@ def predicted(shape: ModelShape, saving: str, trained: str, dtype: str, **other:
         **other,
     )
     step = StepShape(shape, Segments.single(TOKENS), options)
-    every = [layer_moved(step, one, 1) for one in step.layers] + [outside_moved(step, 1)]
+    every = [layer_moved(step, one, 1) for one in step.model.blocks] + [outside_moved(step, 1)]
     return sum(one.of(TOKENS) for one in every)
 
 

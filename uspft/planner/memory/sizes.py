@@ -10,7 +10,6 @@ from uspft.families import (
     NO_KEYS,
     ModelShape,
     StateSizes,
-    layer_blocks,
     layer_windows,
     state_sizes,
 )
@@ -382,7 +381,7 @@ def layers_of(
     experts = Experts(down.inputs, down.copies, down.per_token, layout.experts, met)
     known: dict[tuple[object, ...], LayerSizes] = {}
     found = []
-    own, blocks = shape.layers - shape.borrowers, layer_blocks(shape)
+    own, blocks = shape.layers - shape.borrowers, shape.blocks
     lenders = {window: number for number, window in enumerate(windows[:own]) if shape.borrowers}
     of_layers = zip(layer_kinds(shape), windows, trains, blocks, strict=True)
     for number, (kind, window, trained, of_layer) in enumerate(of_layers):
