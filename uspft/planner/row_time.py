@@ -14,10 +14,10 @@ from uspft.job import ChunkPrices
 from uspft.layout import EXPERTS
 from uspft.pipeline.schedules import PLAIN
 from uspft.planner.attention_step import attention_parts, state_parts
-from uspft.planner.elementwise import layer_moved, outside_moved
 from uspft.planner.expert_traffic import RoutedRows, RowSizes, exchanges
 from uspft.planner.layer_kinds import SHARED_EXPERT, layer_kind
 from uspft.planner.machine import Collective
+from uspft.planner.memory.passes import moved_bytes
 from uspft.planner.mesh import (
     LOSS_SUMS,
     gathered_heads,
@@ -108,12 +108,12 @@ def _outside_parts(placed: PlacedStep) -> Iterator[StepPart]:
 def _between(placed: PlacedStep, blocks: Blocks | None = None) -> StepPart:
     """Return the element-wise operations of a layer with these blocks; None: those outside of
     layers."""
-    step, columns, how = placed.step, placed.layout.mesh_columns, placed.options
+    model, columns, how = placed.step.model, placed.layout.mesh_columns, placed.options
     moved = placed.memo.once(
-        ("between", blocks, columns, how.use_seq_parallel, how.slices is None),
-        lambda: layer_moved(step, blocks, columns) if blocks else outside_moved(step, columns),
+        ("between", columns, how.use_seq_parallel, how.slices is None),
+        lambda: moved_bytes(model, columns, how),
     )
-    return StepPart("elementwise", placed.hardware.memory_seconds(moved.of(placed.tokens)))
+    return StepPart("elementwise", placed.hardware.memory_seconds(moved[blocks].of(placed.tokens)))
 
 
 def _product_seconds(placed: PlacedStep, blocks: Blocks) -> float:

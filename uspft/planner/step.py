@@ -15,7 +15,6 @@ from uspft.families import Blocks
 from uspft.layout import ALIKE, COPIES, Layout
 from uspft.pipeline.schedules import Schedule
 from uspft.pipeline.stages import Stages
-from uspft.planner.elementwise import update_bytes
 from uspft.planner.machine import Collective
 from uspft.planner.products import met_parameters, step_flops
 from uspft.planner.row_time import forward_and_backward, parts_apart
@@ -38,6 +37,7 @@ from uspft.planner.step_shape import (
     seconds_of,
 )
 from uspft.planner.trained import TrainedBlocks, all_layers, counts_of, kinds_of_layers
+from uspft.planner.update import update_bytes
 
 NOT_PREDICTED = (
     "the time of offloading, and the products of MLPs in tiles that are made again",
