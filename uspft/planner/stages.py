@@ -77,13 +77,8 @@ def links_of(placed: PlacedStep, stages: Stages) -> tuple[float, ...]:
     layout, hardware = placed.layout, placed.hardware
     apart, host = layout.ranks // layout.pipeline, hardware.ranks_per_host
     size = message_bytes(placed)
-    seconds = {
-        crosses: hardware.messages_seconds(size, 1, spread, to_next=True)
-        for crosses, spread in (
-            (False, Spread.inside(2)),
-            (True, Spread(2, 1, min(apart, host))),
-        )
-    }
+    ways = Spread.inside(2), Spread(2, 1, min(apart, host))
+    seconds = [hardware.messages_seconds(size, 1, one, to_next=True) for one in ways]
     return tuple(seconds[leaves] for leaves in _leave_hosts(stages, apart, host))
 
 

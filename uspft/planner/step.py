@@ -59,7 +59,8 @@ def step_time(placed: PlacedStep, waits_of: WaitsOf = estimated) -> StepTime:
     one = forward_and_backward(placed)
     behind = _hiding_seconds(one)
     each = hidden_behind(placed.step, zero_in_each_pass(placed), behind)
-    return StepTime((*_often(placed, [*one, *each]), *_once(placed, behind)))
+    passes = (part.times(placed.passes) for part in (*one, *each))
+    return StepTime((*passes, *_once(placed, behind)))
 
 
 def _once(placed: PlacedStep, behind: float, stored: StoredParts = ()) -> Iterator[StepPart]:
@@ -68,11 +69,6 @@ def _once(placed: PlacedStep, behind: float, stored: StoredParts = ()) -> Iterat
     summed, *others = zero_once(placed, stored, passes=placed.passes)
     yield from hidden_behind(placed.step, [summed], placed.passes * behind)
     yield from others
-
-
-def _often(placed: PlacedStep, parts: Sequence[StepPart]) -> Iterator[StepPart]:
-    """Yield the parts of one pass, multiplied by the step's number of passes."""
-    return (part.times(placed.passes) for part in parts)
 
 
 def model_flops(step: StepShape) -> float:
@@ -97,7 +93,7 @@ def _pipeline_time(placed: PlacedStep, waits_of: WaitsOf) -> StepTime:
     seconds = max(sent * max(costs.links), waits.messages)
     return StepTime(
         (
-            *_often(placed, most),
+            *(part.times(placed.passes) for part in most),
             StepPart("bubble", waits.bubble),
             StepPart(
                 "stage_messages", seconds, seconds - waits.messages, sent * message_bytes(placed)
