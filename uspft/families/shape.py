@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
@@ -16,7 +15,6 @@ from typing import Any
 from uspft.config.inputs import ModelBlock
 from uspft.config.problems import Finding
 from uspft.families.by_layer import PER_LAYER, one_form
-from uspft.families.layers import Blocks, layer_blocks
 from uspft.families.multimodal import is_multimodal, language_model, media_tokens
 from uspft.families.table import (
     FAMILIES,
@@ -77,14 +75,9 @@ class ModelShape:
         return self, replace(sizes, keys_are_values=alike)
 
     @cached_property
-    def blocks(self) -> tuple[Blocks, ...]:
-        """The blocks of each layer."""
-        return layer_blocks(self)
-
-    @cached_property
-    def windows(self) -> Counter[int | None]:
-        """The number of layers with attention by their sliding window; None: full attention."""
-        return Counter(one.window for one in self.blocks if not one.state)
+    def memo(self) -> dict[str, Any]:
+        """What other modules work out of it once, by name."""
+        return {}
 
     @cached_property
     def borrowing(self) -> ModelShape:

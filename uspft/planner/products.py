@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from uspft.families import FAMILIES, Blocks, ModelShape, state_sizes
+from uspft.families import FAMILIES, Blocks, ModelShape, layer_blocks, state_sizes
 from uspft.families.projections import (
     COLUMNS,
     FUSED,
@@ -267,7 +267,7 @@ def met_parameters(shape: ModelShape) -> int:
     """
     layers = sum(
         count * sum(one.met for one in block_projections(shape, blocks))
-        for blocks, count in Counter(shape.blocks).items()
+        for blocks, count in Counter(layer_blocks(shape)).items()
     )
     outside = [*outside_modules(shape).values()][1:2]  # neither look-up nor norm
     return layers + head_projection(shape).met + sum(one.met for one in outside)

@@ -12,7 +12,7 @@ from functools import lru_cache
 from itertools import accumulate, combinations
 from typing import NamedTuple
 
-from uspft.families import Blocks, ModelShape
+from uspft.families import Blocks, ModelShape, attention_windows, layer_blocks
 from uspft.pipeline.schedules import Action, Schedule, forward_and_backward, group_of
 from uspft.pipeline.simulator import Timeline, simulate
 from uspft.pipeline.stages import Each, Stages, dealt_out
@@ -102,7 +102,7 @@ def layer_flops(model: ModelShape, rows: DrawnRows) -> tuple[list[float], float]
     The embedding look-up costs none, and a state's recurrence is left out, which is a hundredth of
     its layer.
     """
-    tokens, every, known = rows.rows[0].length, model.blocks, dict[Blocks, float]()
+    tokens, every, known = rows.rows[0].length, layer_blocks(model), dict[Blocks, float]()
     for one in dict.fromkeys(every):
         met = sum(matrix.met for matrix in block_projections(model, one))
         heads = 1, model.heads, model.of_window(one.window).head_dim
@@ -118,7 +118,7 @@ def cut_by_flops(model: ModelShape, chunks: int, multiple: int) -> Cut:
     layers, head = layer_flops(model, DrawnRows((Segments((0,), 1),)))
     seen = (
         (window, 12.0 * model.heads * model.of_window(window).head_dim * count)
-        for window, count in model.windows.items()
+        for window, count in attention_windows(model).items()
     )
     return Cut(chunks, multiple, head + sum(layers), tuple(seen))
 

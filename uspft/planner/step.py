@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
-from uspft.families import Blocks
+from uspft.families import Blocks, attention_windows, layer_blocks
 from uspft.layout import ALIKE, COPIES, Layout
 from uspft.pipeline.schedules import Schedule
 from uspft.pipeline.stages import Stages
@@ -76,7 +76,7 @@ def model_flops(step: StepShape) -> float:
     model = step.model
     pairs = sum(
         count * step.drawn.pairs(window) * model.of_window(window).head_dim
-        for window, count in step.model.windows.items()
+        for window, count in attention_windows(step.model).items()
     )
     tokens, parameters = step.step_rows * step.row.length, met_parameters(model)
     shape = (1, model.heads, 1)  # every pair counts for all layers and features
@@ -165,7 +165,7 @@ whether it is the last."""
 
 def _layers_of(stages: Stages, step: StepShape) -> tuple[list[_RankLayers], list[list[Blocks]]]:
     """Return the layers of each rank along a pipeline, and of each stage."""
-    options, layers = step.options, step.model.blocks
+    options, layers = step.options, layer_blocks(step.model)
     kinds = kinds_of_layers(step.model, options.lora, options.freeze)
     ranks = [Counter(kinds[n] for n in stage_layers(stages, r).layers) for r in range(stages.ranks)]
     return [
@@ -183,7 +183,7 @@ def least_seconds(placed: PlacedStep) -> float:
     one_of, outside = parts_apart(placed)
 
     def every() -> float:
-        layers = placed.step.model.blocks
+        layers = layer_blocks(placed.step.model)
         return sum(seconds_of(one_of[layer]) for layer in layers) + seconds_of(outside)
 
     whole = placed.memo.once(("whole", id(one_of)), every)
@@ -289,7 +289,7 @@ def stored_parts(
     found = StoredPart(counts.every - divided, counts.trained - trained, pieces, COPIES)
     if not divided:
         return (found,)
-    with_experts = sum(model.blocks[layer].experts for layer in mine.layers)
+    with_experts = sum(layer_blocks(model)[layer].experts for layer in mine.layers)
     return found, StoredPart(divided, trained, with_experts, ALIKE)
 
 

@@ -9,7 +9,7 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
-from uspft.families import Blocks, ModelShape
+from uspft.families import Blocks, ModelShape, layer_blocks
 from uspft.families.projections import STATE_OWN
 from uspft.planner.products import (
     EXPERTS,
@@ -76,9 +76,9 @@ def trained_layers(
 
     freeze: regular expressions over parameters' names.
     """
-    kinds = list(dict.fromkeys(shape.blocks))
+    kinds = list(dict.fromkeys(layer_blocks(shape)))
     names = tuple(tuple(layer_modules(blocks.sizes(shape), blocks)) for blocks in kinds)
-    numbers = tuple(map(kinds.index, shape.blocks))
+    numbers = tuple(map(kinds.index, layer_blocks(shape)))
     return _trained(numbers, names, lora, freeze, _words_of_experts(shape))
 
 
@@ -91,7 +91,7 @@ def kinds_of_layers(
 ) -> list[TrainedBlocks]:
     """Return the blocks of each layer with what trains, which may differ between layers with the
     same blocks."""
-    return list(zip(shape.blocks, trained_layers(shape, lora, freeze), strict=True))
+    return list(zip(layer_blocks(shape), trained_layers(shape, lora, freeze), strict=True))
 
 
 @lru_cache(maxsize=64)

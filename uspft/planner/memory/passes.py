@@ -10,7 +10,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from uspft.config.algorithms import WHOLE
-from uspft.families import Blocks
+from uspft.families import Blocks, layer_blocks
 from uspft.layout import Layout
 from uspft.planner.memory.copies import LayerOfCopies
 from uspft.planner.memory.experts import logit_bytes
@@ -321,7 +321,7 @@ def moved_bytes(shape: ModelShape, columns: int, options: Options) -> dict[Block
 
 def _moved(one: PassBytes, shape: ModelShape) -> dict[Blocks | None, float]:
     found: dict[Blocks | None, list[float]] = {None: [one.embedded.moved + one.head.moved]}
-    for blocks, layer in zip(shape.blocks, one.layers, strict=True):
+    for blocks, layer in zip(layer_blocks(shape), one.layers, strict=True):
         found.setdefault(blocks, []).append(layer.moved)
     return {blocks: sum(every) / len(every) for blocks, every in found.items()}
 

@@ -6,13 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from uspft.families import (
-    NO_KEYS,
-    ModelShape,
-    StateSizes,
-    layer_windows,
-    state_sizes,
-)
+from uspft.families import NO_KEYS, ModelShape, StateSizes, layer_blocks, layer_windows, state_sizes
 from uspft.families.projections import BEHIND, STATE_LAYER
 from uspft.pipeline.stages import first_layers
 from uspft.planner.expert_traffic import ranks_met
@@ -381,7 +375,7 @@ def layers_of(
     experts = Experts(down.inputs, down.copies, down.per_token, layout.experts, met)
     known: dict[tuple[object, ...], LayerSizes] = {}
     found = []
-    own, blocks = shape.layers - shape.borrowers, shape.blocks
+    own, blocks = shape.layers - shape.borrowers, layer_blocks(shape)
     lenders = {window: number for number, window in enumerate(windows[:own]) if shape.borrowers}
     of_layers = zip(layer_kinds(shape), windows, trains, blocks, strict=True)
     for number, (kind, window, trained, of_layer) in enumerate(of_layers):

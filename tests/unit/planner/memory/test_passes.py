@@ -29,7 +29,7 @@ from tests.unit.planner.memory.test_formula import (
 )
 from uspft.config.inputs import ModelBlock
 from uspft.config.recipe import MemoryBlock
-from uspft.families import ModelShape, read_shape
+from uspft.families import ModelShape, layer_blocks, read_shape
 from uspft.planner.memory.passes import moved_bytes
 from uspft.prepare.host import CONFIGS
 
@@ -81,7 +81,7 @@ def predicted(case: Case, shape: ModelShape) -> float:
     of = {"dtype": case.dtype, "trained": TRAINED[case.trained]}
     options = options_for(shape, MemoryBlock(**SAVING[case.saving]), algorithm, **of, **others)
     found = moved_bytes(shape, layout.mesh_columns, replace(options, slices=None))
-    return sum(found[blocks].of(TOKENS) for blocks in (*shape.blocks, None))
+    return sum(found[blocks].of(TOKENS) for blocks in (*layer_blocks(shape), None))
 
 
 @pytest.mark.parametrize("cases", [few(), pytest.param(EVERY, marks=pytest.mark.full)])
