@@ -364,7 +364,8 @@ def test_what_a_tokenizer_s_own_template_calls_the_roles_may_be_text(tmp_path: P
     assert "it writes <|user|>, <|assistant|>, <|end|>, and" in line
 
 
-END = "{{ '<|im_end|>' }}"
+END, OPEN = "{{ '<|im_end|>' }}", "{%- generation -%}"
+HEADER = "{{ '<|im_start|>assistant\\n' }}"
 
 
 @pytest.mark.parametrize(
@@ -379,9 +380,13 @@ END = "{{ '<|im_end|>' }}"
             ),
             "marks end before <|im_end|>, which does not train; put {% endgeneration %} behind it",
         ),
+        (
+            MARKED["chatml"].replace(f"{HEADER}{OPEN}", f"{OPEN}{HEADER}"),
+            "marks hold '<|im_start|>assistant\\n', which the generation prompt has, and it trains",
+        ),
         ("{{ strftime_now('%Y') }}" + MARKED["chatml"], "writes the day (strftime_now), so that"),
     ],
-    ids=["marks", "a date", "no tokens", "an end outside", "today"],
+    ids=["marks", "a date", "no tokens", "an end outside", "a header inside", "today"],
 )
 def test_what_to_know_of_a_template_is_told(tmp_path: Path, source: str, note: str | None) -> None:
     path = write_lines(tmp_path / "a.jsonl", [CHAT])
