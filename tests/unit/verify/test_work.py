@@ -20,7 +20,7 @@ def test_ranks_can_read_a_recipe_without_its_evaluations(tmp_path: Path, compare
         "model: {name_or_path: x}\ndata: {train: a, eval: b, sequence_length: 8}\n"
         "training: {steps: 4, global_batch_size: 1, eval_every_epochs: 0.5}\n"
     )
-    (tmp_path / "asked.yaml").write_text(f"base: all.yaml\n{compares}\n")
+    (tmp_path / "asked.yaml").write_text(f"base: [all.yaml]\n{compares}\n")
     asked = load(tmp_path / "asked.yaml").recipe
     (tmp_path / "ranks.yaml").write_text(dump(without_extras(asked)))
     assert load(tmp_path / "ranks.yaml").recipe.training.eval_every_epochs is None
