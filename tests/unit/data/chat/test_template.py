@@ -52,6 +52,7 @@ READS = {
     "qwen3": {dict, str},
     "gptoss": {dict},
     "glm4moe": {dict},
+    "gemma4": {dict},
     "deepseekv3": {str},
     "deepseek_r1_distill": {str},
     "phi3": set(),
@@ -84,7 +85,8 @@ def test_a_json_text_is_parsed_for_a_template_that_writes_objects(name: str) -> 
     text = text_of(own, TEXT)
     assert text == text_of(own, OBJECT) and TWICE not in text and "the moon" in text
     try:
-        assert TWICE in own.write(called(TEXT))  # the control: as it is handed on otherwise
+        # The control, as it is handed on otherwise: Gemma 4's has braces of its own around it.
+        assert (TWICE if name != "gemma4" else f"{{{TEXT}}}") in own.write(called(TEXT))
     except SampleFault:
         assert name in ("glm4moe", "llama3_1")
     assert text_of(own, "") == text_of(own, "{}") == text_of(own, {})
