@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
@@ -43,6 +45,15 @@ def placed(recipe: Recipe, places: Mapping[str, str]) -> Recipe:
     places: the folder for each key of `model` that is a hub id.
     """
     return recipe.changed(model=dict(places))
+
+
+def intervals(length: float | None, steps: int) -> Sequence[int]:
+    """Return which of a run's steps end intervals of `length` steps, or below 1 of this share of
+    all steps, rounded up; none where it is None."""
+    if length is None:
+        return ()
+    each = math.ceil(length * steps) if length < 1 else int(length)
+    return range(each, steps + 1, each)
 
 
 class Prices(NamedTuple):
@@ -115,6 +126,10 @@ class Job:
     """The costs of rows under each strategy, if the recipe has several."""
     chunk_prices: ChunkPrices | None = None
     """The costs of tokens and pairs, if a row's chunks should take equal time."""
+    saved_by_epochs: tuple[int, ...] = ()
+    """The steps in which intervals of `checkpoint.every_epochs` end."""
+    evaluated_by_epochs: tuple[int, ...] = ()
+    """The steps in which intervals of `training.eval_every_epochs` end."""
     comments: Mapping[str, str] = field(default_factory=dict)
     """Comments above keys in the run's resolved recipe: why `auto` became what it is."""
 
@@ -122,6 +137,24 @@ class Job:
     def last_step(self) -> int:
         """The step after which the run ends: the last one, or `training.stop_step`."""
         return min(self.steps, self.recipe.training.stop_step or self.steps)
+
+    @property
+    def saved_steps(self) -> Sequence[int]:
+        """The steps after which an interval of checkpoints ends."""
+        return self.saved_by_epochs or intervals(self.recipe.checkpoint.every_steps, self.steps)
+
+    @property
+    def saves(self) -> int:
+        """How many checkpoints the run saves at most: at its intervals, after its last step, and
+        with `checkpoint.keep_best` after evaluations."""
+        best = self.evaluated_steps if self.recipe.checkpoint.keep_best else ()
+        return sum(bisect_left(steps, self.last_step) for steps in (self.saved_steps, best)) + 1
+
+    @property
+    def evaluated_steps(self) -> Sequence[int]:
+        """The steps after which an interval of evaluations ends."""
+        every = self.recipe.training.eval_every_steps
+        return self.evaluated_by_epochs or intervals(every, self.steps)
 
     @property
     def here(self) -> Recipe:

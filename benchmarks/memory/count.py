@@ -27,7 +27,7 @@ from uspft.config.algorithms import CAUSAL, row_of
 from uspft.config.inputs import ModelBlock
 from uspft.config.recipe import MemoryBlock
 from uspft.engine.mail import Lines
-from uspft.engine.pipelined import Pipeline
+from uspft.engine.pipelined import pipelined
 from uspft.families.table import chosen_experts
 from uspft.kernels import Kernel
 from uspft.kernels.varlen import Varlen, VarlenKernel
@@ -45,7 +45,7 @@ from uspft.model.staged import StagedModel
 from uspft.model.tile_sizes import tile_tokens
 from uspft.model.tiles import TiledCall
 from uspft.objective import TrainedModel, make_objective
-from uspft.parameters.names import places, shapes_of, stage_of
+from uspft.parameters.names import places, shapes_of
 from uspft.parameters.shards import Holders
 from uspft.pipeline.schedules import Schedule
 from uspft.pipeline.stages import Stages
@@ -192,17 +192,13 @@ def count_stages(
         with one_of(layout.ranks, place * each):
             groups = Groups()
             world = world_of(layout, algorithm, device, returns(), parallel, groups=groups)
+            world = replace(world, stages=stages, schedule=schedule)
             if cut:
                 world = replace(world, algorithm=Chunked(world.algorithm, cut))
             with device, _no_messages():
-                whole = module_of(config, memory, world, groups, trained, stages)
-                module = StagedModel(whole.parts, whole.objective, stages, place).train()
-                named = module.named().items()
-                able = {stage_of(name, stages) for name, p in named if p.requires_grad}
-                if not able & set(range(place, stages.count, stages.ranks)):
-                    module.add_idle(())
-                lines = Lines(world.mesh.pipeline)
-                pipeline = Pipeline(module, stages, schedule, lines, None, min(able))
+                whole, holders = built(config, memory, world, groups, trained)
+                parts = whole.parts, whole.objective, world, groups, holders
+                module, pipeline = pipelined(*parts)
                 share = world.share([Segments.single(tokens)])
                 batches = [_with_chunks(world, share) for _ in range(micro_batches)]
                 engine: Any = _Engine(module, device)
@@ -210,6 +206,7 @@ def count_stages(
                 host = patch.object(Copies, "to_host", _apart(counting))
                 here = _even(config, world, _held(share), counting)
                 with host, here, patch.object(linear, "in_pieces", returned), counting:
+                    whole.parts.head_of_loss.weight.detach()  # a copy of a tied table is counted
                     pipeline(engine, batches, (1.0,))
                 found.append(counting.most["all"])
     return found
@@ -320,10 +317,20 @@ def module_of(
     world: World | None = None,
     groups: Groups | None = None,
     trained: Mapping[str, Any] | None = None,
-    stages: Stages | None = None,
 ) -> TrainedModel:
     """Return a model of random weights with its loss, which saves memory as a recipe says, and of
-    whose matrices a rank of a world holds its parts. stages: of its pipeline, where it has one."""
+    whose matrices a rank of a world holds its parts."""
+    return built(config, memory, world, groups, trained)[0]
+
+
+def built(
+    config: Any,
+    memory: MemoryBlock,
+    world: World | None = None,
+    groups: Groups | None = None,
+    trained: Mapping[str, Any] | None = None,
+) -> tuple[TrainedModel, Holders | None]:
+    """Return the model of `module_of`, and who holds which parts of it in a world."""
     from transformers import AutoModelForCausalLM
 
     from uspft.model.attention import NAME
@@ -335,16 +342,16 @@ def module_of(
     bind_linear_layers(model)
     choose_trained(model, ModelBlock(config=CONFIG, **(trained or {})), 0)
     model.to(config.dtype)  # adapters too
-    held = Layout()
+    held, holders, stages = Layout(), None, world.stages if world else None
     if world and groups:
         held = world.layout
-        shards = shards_under(model, places(model), replace(world, stages=stages))
+        shards = shards_under(model, places(model), world)
         holders = Holders.of(shards, world.mesh.rank, groups, shapes_of(places(model)))
         _split(model, world, holders)
     recompute, offload = save_memory(model, memory, stages)
     loss = tile_tokens(memory.loss_tile_tokens, config.vocab_size)
     parts = CausalModel(model, loss, held, recompute, offload=offload)
-    return TrainedModel(parts, make_objective(CAUSAL.name, config)).train()
+    return TrainedModel(parts, make_objective(CAUSAL.name, config)).train(), holders
 
 
 def _split(model: Any, world: World, holders: Holders) -> None:

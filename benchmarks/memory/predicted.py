@@ -77,7 +77,8 @@ def predicted_of_ranks(
     batches = micro_batches * tokens // layout.context * BATCH_BYTES
     batches *= 2 if schedule.chunks > 1 else 1  # whole, and chunk by chunk
     every = memory_of_ranks(shape, layout, tokens, options=options)
-    return [one.activation_bytes - batches for one in every]
+    copies = (one.parts.get("tied copy", 0) for one in every)
+    return [one.activation_bytes + copy - batches for one, copy in zip(every, copies, strict=True)]
 
 
 def options_for(

@@ -213,14 +213,16 @@ def test_room_on_the_disk_is_looked_at_first(
     model = examine_model(recipe)
     assert model.trained == model.parameters > 10_000
     each = 12 * model.trained
-    needed = space_needed(recipe, model.trained, model.parameters)
+    needed = space_needed(recipe, model.trained, model.parameters, recipe.training.steps)
     assert needed == 2 * each + 4 * model.parameters  # two steps, and the model in float32
     training = recipe.training.model_copy(update={"steps": None, "epochs": 9})
     recipe = recipe.model_copy(update={"training": training})
-    endless = space_needed(recipe, model.trained, model.parameters)
+    endless = space_needed(recipe, model.trained, model.parameters, None)
     assert endless == 3 * each + 4 * model.parameters  # one more than the two that stay
+    every = recipe.changed(checkpoint={"keep_last": None})
+    assert space_needed(every, model.trained, 0, 7) == 7 * each, "all stay"
     (ground.folder / "out/checkpoints/step-00000001").mkdir(parents=True)
-    there = space_needed(recipe, model.trained, model.parameters)
+    there = space_needed(recipe, model.trained, model.parameters, None)
     assert there == 2 * each + 4 * model.parameters
     shutil.rmtree(ground.folder / "out")
     for free, code in ((needed - 1, 2), (needed, 1)):

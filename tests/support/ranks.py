@@ -6,7 +6,8 @@ import multiprocessing
 import os
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,6 +42,14 @@ def spawn(world: int, work: Callable[..., Any], *args: Any) -> list[Any]:
     wrong = [f"rank {r} of {world}:\n{text}" for r, (ok, text) in enumerate(answers) if not ok]
     assert not wrong, "\n".join(sorted(wrong, key=lambda text: "Connection closed" in text))
     return [answer for _, answer in answers]
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Be without the process group of the ranks that were spawned."""
+    dist.destroy_process_group()
+    yield
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
 
 def each_once(makers: dict[Any, Callable[[], Any]]) -> dict[Any, Any]:

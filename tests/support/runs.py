@@ -91,8 +91,7 @@ def _made(recipe: dict[str, Any], output: Path, *, resume: bool) -> Any:
     from uspft.job import Job
     from uspft.prepare import known
     from uspft.prepare.examine import examine
-    from uspft.prepare.make_job import steps_of
-    from uspft.prepare.make_plan import chunk_prices_of, prices_of
+    from uspft.prepare.make_plan import chunk_prices_of, course_of, prices_of
 
     known.read_hardware = HARDWARE
     output.mkdir(parents=True, exist_ok=True)
@@ -106,12 +105,12 @@ def _made(recipe: dict[str, Any], output: Path, *, resume: bool) -> Any:
     return Job(
         found,
         corpus,
-        steps_of(found, corpus),
-        {},
-        prepare_sets(found.data, None, VOCABULARY, cache),
-        checkpoint.folder if checkpoint else None,
+        identity={},
+        evaluation=prepare_sets(found.data, None, VOCABULARY, cache),
+        resume_from=checkpoint.folder if checkpoint else None,
         prices=prices_of(examined),
         chunk_prices=chunk_prices_of(examined),
+        **course_of(found, corpus),
     )
 
 

@@ -13,14 +13,15 @@ from uspft.config import Fault, InputError, Recipe
 from uspft.config.inputs import ELEMENT_BYTES
 from uspft.config.problems import UsageError, counted
 from uspft.data.corpus.prepare import first_look
+from uspft.job import Job
 from uspft.launcher.hosts import planned_hosts
 from uspft.metrics import as_size
 from uspft.prepare.examine import Examined, examine
 from uspft.prepare.files import not_writable, output_of, space_finding, space_free, space_needed
 from uspft.prepare.host import Invocation
-from uspft.prepare.make_plan import weighed_here
+from uspft.prepare.make_plan import corpus_here, counts_epochs, course_of, weighed_here
 from uspft.prepare.model import ExaminedModel, examine_model, tokenizer_here
-from uspft.prepare.remarks import expert_side, too_short
+from uspft.prepare.remarks import expert_side, intervals_told, too_short
 
 CACHE = "data.cache_dir"
 SHOWN_FILES = 10
@@ -55,7 +56,8 @@ def check(target: Path, overrides: Sequence[str], place: Invocation) -> int:
         if shape and found.is_open:
             found = weighed_here(found, place, tokenizer, look.lengths)
             recipe = found.recipe
-        disk = _disk(recipe, examined) if examined else []
+        job = _job(found, place, tokenizer)
+        disk = _disk(recipe, examined, job) if examined else []
     if recipe.launch.device == "cuda" and not found.known.gpus:
         of = f"{counted(found.layout.ranks, 'process', 'es')}, with the figures under `hardware`"
         found.not_checked.append(f"GPUs (there is none here; what is said is for {of})")
@@ -66,21 +68,18 @@ def check(target: Path, overrides: Sequence[str], place: Invocation) -> int:
         data.append(f"... and {more:,} more files")
     lines = [f"{target}: no problem found", *(f"data: {line}" for line in (*data, *look.notes))]
     memory, unknown = found.memory
-    few = too_short(recipe, recipe.training.steps) if recipe.training.steps else ()
+    few = too_short(recipe, job.steps) if job else ()
     lines += [*found.settled, *(f"warning: {what}" for what in (*found.wasted, *few))]
     lines += [*_model(found, examined, memory), *disk]
-    sets = [source.title for source in recipe.data.eval or ()]
-    if recipe.data.eval_fraction:
-        sets = [f"{recipe.data.eval_fraction:.2%} of data.train, held out"]
-    if sets:
-        every = recipe.training.eval_every_steps
-        often = f"after every {counted(every, 'step')} and " if every else ""
-        lines.append(f"evaluation: {', '.join(sets)}, {often}at the end")
+    lines += intervals_told(recipe, job)
     if not memory:
         found.not_checked.append(f"memory ({unknown})")
+    after = place.to_type("preprocess", str(target), *overrides)
+    knows = f"(a run knows the lengths of the data, or `{after}`)"
+    if job is None:
+        found.not_checked.append(f"the steps in which epochs end {knows}")
     if found.is_open:
-        after = place.to_type("preprocess", str(target), *overrides)
-        found.not_checked.append(f"strategies (a run knows the lengths of the data, or `{after}`)")
+        found.not_checked.append(f"strategies {knows}")
     print("\n".join([*lines, *(f"not checked: {thing}" for thing in found.not_checked)]))
     return 0
 
@@ -121,19 +120,34 @@ def _model(found: Examined, examined: ExaminedModel | None, memory: str | None) 
     return lines
 
 
-def _disk(recipe: Recipe, examined: ExaminedModel) -> list[str]:
+def _job(found: Examined, place: Invocation, tokenizer: str | None) -> Job | None:
+    """Return a job with the steps of the run; None where they follow from data that is not
+    tokenised here."""
+    recipe, corpus = found.recipe, Path()
+    if counts_epochs(recipe):
+        # what is held out is not trained, and is chosen when the run starts
+        here = None if recipe.data.eval_fraction else corpus_here(found, place, tokenizer)
+        if here is None:
+            return None
+        corpus = here
+    return Job(recipe, corpus, identity={}, **course_of(recipe, corpus))
+
+
+def _disk(recipe: Recipe, examined: ExaminedModel, job: Job | None) -> list[str]:
     """Return a line on the disk space that the run needs, or a warning where this machine has less;
     another machine may have more.
 
     Raises Fault instead where the output folder exists here, so that the run is meant to be here.
     """
     output = output_of(recipe)
-    needed = space_needed(recipe, examined.trained, examined.parameters)
+    needed = space_needed(recipe, examined.trained, examined.parameters, job.saves if job else None)
     if wrong := space_finding(recipe, needed):
         if os.path.isdir(output):
             raise Fault([wrong])
         return ["warning: {}: {}; {}".format(*wrong)]
-    return [f"disk: writes {as_size(needed)}; {as_size(space_free(output))} free in {output}"]
+    least = "at least " if job is None and recipe.checkpoint.keep_last is None else ""
+    free = as_size(space_free(output))
+    return [f"disk: writes {least}{as_size(needed)}; {free} free in {output}"]
 
 
 def check_checkpoint(target: Path, overrides: Sequence[str], place: Invocation) -> int:

@@ -40,7 +40,7 @@ from uspft.prepare.examine import examine
 from uspft.prepare.files import held_output, not_written, open_output, output_of, space_finding
 from uspft.prepare.host import Invocation
 from uspft.prepare.make_job import prepare_job
-from uspft.prepare.remarks import length_of_run, rate_after
+from uspft.prepare.remarks import intervals_told, length_of_run, rate_after
 from uspft.written import (
     ADAPTER,
     EXPORTS,
@@ -95,6 +95,7 @@ def train(target: Path, overrides: Sequence[str], place: Invocation) -> int:
             _note(recipe, place, damaged)
         lines = [*found.settled, *(f"warning: {line}" for line in found.wasted)]
         lines += length_of_run(recipe, job.corpus, job.steps)
+        lines += intervals_told(recipe, job)
         if checkpoint:
             change = rate_after(recipe, checkpoint, job.steps)
             lines += [f"going on from {checkpoint.folder}", *([change] if change else [])]
@@ -265,7 +266,7 @@ def summary(
     early = training.patience is not None and best.since >= training.patience
     ends = training.stop_step or training.steps
     early = early and (ends is None or len(losses) < ends)
-    if recipe.checkpoint.every_steps:
+    if recipe.checkpoint.saves:
         length = "epochs" if training.epochs else "steps"
         more = "a larger training.patience" if early else f"more training.{length}"
         if training.stop_step and not early:
@@ -305,7 +306,9 @@ def _next(
         if gpus % recipe.parallel_config.context_parallel:
             there.append("parallel_config.context_parallel=1")
         return [f"on this machine's GPUs: {command([*there, 'checkpoint.resume=never'])}"]
-    if target.name == QUICKSTART and not chats:
+    chosen = [word for word in overrides if word.startswith("parallel_config")]
+    switches = recipe.parallel_config.strategies or "strategies" in " ".join(chosen)
+    if target.name == QUICKSTART and not chats and not switches:
         return [f"try next:   {command(_another_layout(recipe))}"]
     lines, output, training = [], output_of(recipe), recipe.training
     if chats and any((output / name).is_dir() for name in (MODEL, ADAPTER)):
@@ -325,13 +328,13 @@ def _next(
     if training.patience and early:
         longer = f"training.patience={2 * training.patience}"
         lines.append(f"go on:      {command([longer, *here])}")
-    elif recipe.checkpoint.every_steps:
+    elif recipe.checkpoint.saves:
         key, count = "epochs", training.epochs
         if training.stop_step:
             key, count = "stop_step", training.stop_step
         elif training.steps:
             key, count = "steps", training.steps
-        lines.append(f"go on:      {command([f'training.{key}={2 * (count or 1)}', *here])}")
+        lines.append(f"go on:      {command([f'training.{key}={2 * (count or 1):.15g}', *here])}")
     return lines
 
 
@@ -346,7 +349,7 @@ def _adapter_served(recipe: Recipe, place: Invocation) -> list[str]:
         words = ["vllm", "serve", model.name_or_path, "--enable-lora"]
         words += ["--max-lora-rank", str(served), "--lora-modules", f"tuned={output / ADAPTER}"]
         return [f"serve:      {shlex.join(words)}"]
-    if not recipe.checkpoint.every_steps:
+    if not recipe.checkpoint.saves:
         return []
     merged = str(output / MODEL)
     export = place.to_type("export", str(output), f"to={merged}")

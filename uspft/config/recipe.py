@@ -21,7 +21,9 @@ from uspft.config.types import (
     Count,
     CountOpenOrNone,
     CountOrOpen,
+    CountOrShare,
     EachStage,
+    Epochs,
     FilePath,
     Fraction,
     Free,
@@ -35,6 +37,7 @@ from uspft.config.types import (
     Tokens,
     elsewhere,
     of_stages,
+    without_default,
 )
 
 
@@ -216,10 +219,7 @@ class ScheduleBlock(RecipeBlock):
     @model_validator(mode="before")
     @classmethod
     def _steps_replace_the_default_ratio(cls, given: Any) -> Any:
-        steps_alone = isinstance(given, dict) and given.get("warmup_steps") is not None
-        if steps_alone and "warmup_ratio" not in given:
-            return {**given, "warmup_ratio": None}
-        return given
+        return without_default(given, "warmup_ratio", "warmup_steps")
 
 
 class TrainingBlock(RecipeBlock):
@@ -227,8 +227,8 @@ class TrainingBlock(RecipeBlock):
 
     steps: Count | None = None
     """Number of optimizer steps in the run; required unless `training.epochs` is given."""
-    epochs: Count | None = None
-    """Number of passes over the data, in place of `training.steps`."""
+    epochs: Epochs | None = None
+    """Number of passes over the data, in place of `training.steps`; 1.5 ends in mid-epoch."""
     global_batch_size: Count
     """Number of rows in one optimizer step, over all ranks and micro-batches."""
     micro_batch_size: CountOrOpen = 1
@@ -243,8 +243,10 @@ class TrainingBlock(RecipeBlock):
     """A step is bad if its gradient norm is above this × the median of the last 100; null: off."""
     objective: Annotated[str, OneOf(lambda: {name: name for name in OBJECTIVES})] = CAUSAL.name
     """What a step minimises; only `causal`, the cross-entropy of each next token, exists."""
-    eval_every_steps: Count | None = None
-    """Steps between evaluations; the last step always has one; null: only after the last step."""
+    eval_every_steps: CountOrShare | None = None
+    """Steps between evaluations, below 1 a share of all; null: only the last step has one."""
+    eval_every_epochs: Epochs | None = None
+    """Epochs between evaluations, in place of `eval_every_steps`; 0.5 is twice an epoch."""
     patience: Count | None = None
     """Evaluations without a lower loss after which the run ends; null: it takes all its steps."""
     eval_micro_batch_size: Count | None = None
@@ -282,16 +284,29 @@ class MemoryBlock(RecipeBlock):
 class CheckpointBlock(RecipeBlock):
     """The block says when checkpoints are saved, how many are kept, and which one to resume."""
 
-    every_steps: Count | None = 500
-    """Steps between checkpoints; the last step has one too; null saves only a stopped run."""
-    keep_last: Count = 2
-    """Number of newest checkpoints to keep; older ones are deleted."""
+    every_steps: CountOrShare | None = 500
+    """Steps between checkpoints, below 1 a share of all; the last step has one too; null: none."""
+    every_epochs: Epochs | None = None
+    """Epochs between checkpoints, in place of `every_steps`; 0.5 is twice an epoch."""
+    keep_last: Count | None = 2
+    """Number of newest checkpoints to keep; older ones are deleted; null keeps all."""
     keep_best: bool = False
     """Whether to keep the checkpoint of lowest evaluation loss too, and export it as `hf`."""
     overlap: bool = False
     """Whether a checkpoint is copied to host memory and written while training continues."""
     resume: Annotated[Text, Field(title="auto, never or the path of a checkpoint")] = "auto"
     """Checkpoint to resume: a path, or `auto` for the newest complete one; `never` starts anew."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _epochs_replace_the_default_steps(cls, given: Any) -> Any:
+        return without_default(given, "every_steps", "every_epochs")
+
+    @property
+    def saves(self) -> bool:
+        """Return whether a run saves at intervals and at its end, and not only where it is
+        stopped."""
+        return self.every_steps is not None or self.every_epochs is not None
 
 
 class ExportBlock(RecipeBlock):

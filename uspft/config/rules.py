@@ -93,15 +93,15 @@ _NULL = (None,)
 
 
 def _one_of(
-    recipe: Recipe, one: str, other: str, does: str, remedy: str, lacks: str = "is missing"
+    recipe: Recipe, one: str, other: str, does: str, remedy: str = "", lacks: str = "is missing"
 ) -> Iterator[Finding]:
-    """Require exactly one of two keys. does: the verb phrase of the message for both, such as
-    `names the model`."""
+    """Require exactly one of two keys, or without a remedy for none at most one. does: the verb
+    phrase of the message for both, such as `names the model`."""
     values = [attrgetter(key)(recipe) for key in (one, other)]
     if None not in values:
         what = f"is set together with `{one}`, and only one of them {does}"
         yield other, what, "keep one and write null for the other"
-    if values == [None, None]:
+    if values == [None, None] and remedy:
         yield one, f"{lacks}, and so is `{other}`", remedy
 
 
@@ -123,6 +123,12 @@ def _new_tokens(recipe: Recipe) -> Iterator[Finding]:
 def _one_length(recipe: Recipe) -> Iterator[Finding]:
     remedy = "write one of them, such as steps: 1000"
     return _one_of(recipe, "training.steps", "training.epochs", "ends the run", remedy)
+
+
+def _one_interval(recipe: Recipe) -> Iterator[Finding]:
+    """Refuse an interval in steps together with one in epochs."""
+    for key in ("checkpoint.every", "training.eval_every"):
+        yield from _one_of(recipe, f"{key}_steps", f"{key}_epochs", "can rule")
 
 
 def _one_warmup(recipe: Recipe) -> Iterator[Finding]:
@@ -172,8 +178,8 @@ def _evaluation(recipe: Recipe) -> Iterator[Finding]:
             "and there is no `data.eval`",
             "write data.eval or data.eval_fraction, or null",
         )
-        yield from refused(recipe, "training.eval_every_steps", _NULL, why, f"{remedy} here")
-        yield from refused(recipe, "training.eval_micro_batch_size", _NULL, why, f"{remedy} here")
+        for key in ("eval_every_steps", "eval_every_epochs", "eval_micro_batch_size"):
+            yield from refused(recipe, f"training.{key}", _NULL, why, f"{remedy} here")
 
 
 def _restarts(recipe: Recipe) -> Iterator[Finding]:
@@ -188,7 +194,7 @@ def _least_loss(recipe: Recipe) -> Iterator[Finding]:
     """Refuse keys that compare evaluations where there are fewer than two."""
     if not (recipe.data.eval or recipe.data.eval_fraction):
         why, remedy = "there is nothing to evaluate on", "data.eval or data.eval_fraction"
-    elif recipe.training.eval_every_steps is None:
+    elif {recipe.training.eval_every_steps, recipe.training.eval_every_epochs} == {None}:
         why = "the only evaluation is that of the last step"
         remedy = "training.eval_every_steps, such as 100"
     else:
@@ -261,6 +267,7 @@ RULES = (
     _one_model,
     _new_tokens,
     _one_length,
+    _one_interval,
     _one_warmup,
     _learning_rates,
     _schedule,

@@ -192,9 +192,11 @@ def _inside_one_another(every: Sequence[Strategy]) -> Iterator[Finding]:
 def _movable(recipe: Recipe) -> Iterator[Finding]:
     """Refuse settings that do not work with `switching: move`, where uspft shards the optimizer as
     ZeRO-1 does and DeepSpeed's ZeRO does not run."""
+    staged = any(one.pipeline_stage > 1 for one in strategies_of(recipe))  # in place refuses them
+    stay = "no pipeline_stage" if staged else "switching: in_place"
     if recipe.memory.gradient_reduction != "float32":
         what = "is bfloat16, and with switching: move gradients go to their owners in float32"
-        yield "memory.gradient_reduction", what, "write float32, or switching: in_place"
+        yield "memory.gradient_reduction", what, f"write float32, or {stay}"
     tokens: dict[int, bool] = {}
     layers: dict[object, object] = {}
     for number, one in enumerate(strategies_of(recipe)):
@@ -214,7 +216,7 @@ def _movable(recipe: Recipe) -> Iterator[Finding]:
     zero, key = recipe.deepspeed.zero_optimization, "deepspeed.zero_optimization"
     if (stage := zero.get("stage", 1)) > 1:
         what = f"is {stage}, and with switching: move weights belong to owners, as in stage 1"
-        yield f"{key}.stage", what, "write 1, or switching: in_place"
+        yield f"{key}.stage", what, f"write 1, or {stay}"
     for name in sorted(set(zero) - {"stage"}):
         what = "is set, and with switching: move DeepSpeed's ZeRO does not run"
-        yield f"{key}.{name}", what, "leave it out, or write switching: in_place"
+        yield f"{key}.{name}", what, f"leave it out, or write {stay}"

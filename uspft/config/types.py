@@ -59,6 +59,13 @@ class RecipeBlock(BaseModel):
         return self.model_copy(update=values)
 
 
+def without_default(given: Any, key: str, instead: str) -> Any:
+    """Return the keys of a block, in which `instead` turns off the default of `key`."""
+    if isinstance(given, dict) and given.get(instead) is not None and key not in given:
+        return {**given, key: None}
+    return given
+
+
 OneBlock = TypeVar("OneBlock", bound=RecipeBlock)
 
 
@@ -136,6 +143,8 @@ Tokens = Annotated[int, tokens(1)]
 Positive = Annotated[float, Field(gt=0)]
 NotNegative = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
+CountOrShare = Count | Annotated[float, Field(gt=0, lt=1)]
+Epochs = Annotated[float, Field(ge=1e-6)]
 BelowOne = Annotated[float, Field(ge=0, lt=1)]
 
 

@@ -287,11 +287,17 @@ def _outputs(run: Conversion) -> None:
     if not run.written("save_total_limit"):
         run.put("checkpoint.keep_last", 4, why="save_total_limit, 4 where it is left out")
     trainer.evaluating(run)
-    for key, ours in (
-        ("saves_per_epoch", "checkpoint.every_steps"),
-        ("evals_per_epoch", "training.eval_every_steps"),
+    for key, start in (
+        ("saves_per_epoch", trainer.SAVES),
+        ("evals_per_epoch", trainer.EVALUATIONS),
     ):
-        run.told(f"left out: `{ours}` counts steps; how many an epoch has shows in the run", key)
+        times = run.number(key, default=0.0)
+        if start == trainer.EVALUATIONS and not trainer.evaluates(run):
+            run.idle("there is nothing to evaluate on", key)
+        elif times > 0:
+            trainer.interval(run, f"{start}_epochs", 1 if times == 1 else 1 / times, key)
+        else:
+            run.idle(NOTHING, key)
     resume = "auto_resume_from_checkpoints"
     if run.written(resume):
         run.put("checkpoint.resume", "auto" if run.value(resume) is True else "never", resume)

@@ -20,6 +20,7 @@ from uspft.convert.mindspore_layout import (
     micro_batch,
     their_errors,
 )
+from uspft.convert.trainer import EVALUATIONS, interval
 
 
 def convert_mindspore(run: Conversion, ranks: int | None) -> int:
@@ -302,7 +303,7 @@ def outputs(run: Conversion) -> None:
     if run.flag("do_eval"):
         if "data.eval" in run.given or "data.eval_fraction" in run.given:
             every = run.whole("eval_step_interval", default=100)
-            run.put("training.eval_every_steps", every, "do_eval", "eval_step_interval")
+            interval(run, f"{EVALUATIONS}_steps", every, "do_eval", "eval_step_interval")
         else:
             what = "is true, and their evaluation data is not read"
             run.refuse("do_eval", what, "add data.eval=FILE, or write false")

@@ -46,12 +46,7 @@ def convert_swift(run: Conversion, ranks: int | None) -> int:
     trainer.checkpointing(run)
     sharding(run)
     trainer.saving(run)
-    values = run.outcome.values
-    evaluates = bool(values.keys() & {"data.eval", "data.eval_fraction"})
-    trainer.evaluating(run)
-    every = values.get("checkpoint.every_steps")
-    if evaluates and every and not run.written("eval_steps", "eval_strategy"):
-        run.put("training.eval_every_steps", every)  # ms-swift evaluates whenever it saves
+    trainer.evaluating(run, like_saves=True)
     trainer.logs(run)
     return batch
 

@@ -3,7 +3,6 @@ have in common."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -118,11 +117,7 @@ def length(run: Conversion) -> None:
         return
     run.idle(f"is {steps}: the epochs say the length", steps_key)
     epochs = run.number(epochs_key)
-    if epochs != int(epochs) or epochs < 1:
-        what = f"is {short(epochs)}, and a recipe counts whole epochs"
-        run.refuse(epochs_key, what, "add training.steps=N")
-        return
-    run.put("training.epochs", int(epochs), epochs_key)
+    run.put("training.epochs", int(epochs) if epochs.is_integer() else epochs, epochs_key)
 
 
 def optimizer(run: Conversion) -> None:
@@ -287,21 +282,22 @@ def saving(run: Conversion, *, steps_win: bool = False) -> None:
     kind = run.value(strategy, run.defaults[strategy])
     if steps_win and run.value(every):
         kind = "steps"
-    ours = "checkpoint.every_steps"
-    if kind in ("no", False):
-        run.put(ours, None, strategy)
-        run.told(f"{strategy} is no", every)
-    elif kind == "steps":
-        _every(run, ours, every, run.defaults[every])
+    if kind == "steps":
+        _steps(run, SAVES, every, run.defaults[every])
         run.idle("checkpoints come every so many steps", strategy)
-    elif kind in ("epoch", "best"):
-        run.told(f"left out: `{ours}` counts steps: every 500 and at the end", strategy)
-        run.told(f"{strategy} is {kind}", every)
+    elif kind == "epoch":
+        interval(run, f"{SAVES}_epochs", 1, strategy)
+    elif kind in ("no", False, "best"):
+        interval(run, f"{SAVES}_steps", None, strategy)
+        if kind == "best":
+            run.put("checkpoint.keep_best", True, strategy)
     else:
-        run.refuse(strategy, f"is {short(kind)}", "write steps, epoch or no")
-    if not run.written("save_total_limit"):
-        say = "save_total_limit is left out, and theirs keeps all: write how many to keep"
-        run.put("checkpoint.keep_last", 2, why=say)
+        run.refuse(strategy, f"is {short(kind)}", "write steps, epoch, best or no")
+    if kind != "steps":
+        run.told(f"{strategy} is {short(kind)}", every)
+    limit = "save_total_limit"
+    if not run.written(limit) or run.value(limit) in (0, -1):
+        run.put("checkpoint.keep_last", None, limit, why=f"{limit}: all are kept where it is null")
     resume = run.value("resume_from_checkpoint")
     if resume is True or resume == "auto":
         run.put("checkpoint.resume", "auto", "resume_from_checkpoint")
@@ -312,35 +308,58 @@ def saving(run: Conversion, *, steps_win: bool = False) -> None:
         run.ignored("resume_from_checkpoint", NOTHING)
 
 
-def _every(run: Conversion, ours: str, key: str, default: Any) -> None:
-    """Convert an interval in steps, which may be a share of all steps."""
-    found = run.number(key, default=float(default)) if default or run.written(key) else None
-    total = run.outcome.values.get("training.steps")
-    if found is None:
-        return
-    if found >= 1:
-        run.put(ours, int(found), key)
-    elif isinstance(total, int) and found > 0:
-        run.put(ours, math.ceil(found * total), key, say="a share of all steps")
-    else:
-        run.changed(key, f"left out: how many steps that share is shows in the run: write {ours}")
+SAVES, EVALUATIONS = "checkpoint.every", "training.eval_every"
+"""The starts of our keys for intervals, which end in `_steps` or `_epochs`."""
 
 
-def evaluating(run: Conversion) -> None:
-    """Convert when evaluations run, if there are samples for them."""
-    strategy = run.written("eval_strategy", "evaluation_strategy")
-    every, kind = "eval_steps", run.value(strategy) if strategy else None
-    if not {"data.eval", "data.eval_fraction"} & {*run.outcome.values, *run.given}:
+def interval(run: Conversion, ours: str, value: float | None, *keys: str | None) -> None:
+    """Write the interval of checkpoints or evaluations, unless the command line sets one, in place
+    of any that was written before."""
+    start = ours.rpartition("_")[0]
+    both = f"{start}_steps", f"{start}_epochs"
+    if not any(run.settled(one, *keys) for one in both):
+        for one in both:
+            run.outcome.values.pop(one, None)
+        run.put(ours, value, *keys)
+
+
+def _steps(run: Conversion, start: str, key: str, default: Any) -> None:
+    """Convert an interval in steps, or below 1 in shares of all steps."""
+    found = run.number(key, default=float(default or 0))
+    if found > 0:
+        interval(run, f"{start}_steps", int(found) if found >= 1 else found, key)
+    elif run.written(key):
+        run.wrong(key, "write a number above 0, or strategy: no")
+
+
+def evaluates(run: Conversion) -> bool:
+    """Tell whether there are samples to evaluate on."""
+    return bool({"data.eval", "data.eval_fraction"} & {*run.outcome.values, *run.given})
+
+
+def evaluating(run: Conversion, *, like_saves: bool = False) -> None:
+    """Convert when evaluations run, if there are samples for them.
+
+    like_saves: whether the tool evaluates whenever it saves where no other interval is set.
+    """
+    strategy, every = run.written("eval_strategy", "evaluation_strategy"), "eval_steps"
+    beside = "save_steps" if like_saves else "logging_steps"
+    if strategy is None and like_saves:
+        strategy = "save_strategy"
+    kind = run.value(strategy, run.defaults.get(strategy)) if strategy else None
+    if not evaluates(run):
         keys = (strategy, every, run.key("per_device_eval_batch_size"))
         run.idle("there is nothing to evaluate on", *keys)
-    elif kind in ("no", False, "epoch"):
-        run.changed(str(strategy), "left out: the end of a run evaluates anyway")
-        run.told(f"{strategy} is {kind}", every)
+        return
+    if kind == "epoch":
+        interval(run, f"{EVALUATIONS}_epochs", 1, strategy)
+    elif kind in ("no", False):
+        run.told("left out: the end of a run evaluates anyway", strategy)
     else:
-        often = run.value("logging_steps", run.defaults["logging_steps"])
-        often = often if kind == "steps" and isinstance(often, int) else 0
-        _every(run, "training.eval_every_steps", every, often)
+        _steps(run, EVALUATIONS, every, run.number(beside) if kind == "steps" else 0)
         run.idle("evaluations come every so many steps", strategy)
+        return
+    run.told(f"{strategy} is {short(kind)}", every)
 
 
 def logs(run: Conversion) -> None:

@@ -101,12 +101,14 @@ class Mail:
         self._own: dict[PipelineMessage, Tensor] = {}
         self._under_way: dict[int, deque[tuple[Tensor, dist.Work]]] = {}
         for rank in range(lines.group.size if lines.posts_ahead else 0):
-            self._post(rank)
+            self._post(rank, ahead=True)
 
-    def _post(self, rank: int) -> None:
-        """Start to receive the next message from a rank."""
-        if rank != self._here and self._coming[rank]:
-            message = self._coming[rank].popleft()
+    def _post(self, rank: int, *, ahead: bool = False) -> None:
+        """Start to receive the next message from a rank. ahead: before it is needed, which the
+        gradient of a table, as large as the table in float32, is only at a step's end."""
+        coming = self._coming[rank] if rank != self._here else None
+        if coming and not (ahead and coming[0] == TIE):
+            message = coming.popleft()
             x = self._buffer(message)
             self._posted[message] = x, self._lines.receive(rank, x)
 
@@ -139,7 +141,7 @@ class Mail:
         except RuntimeError as error:
             raise RuntimeError(f"{message} {error}") from error
         if self._lines.posts_ahead:
-            self._post(source)
+            self._post(source, ahead=True)
         return x
 
     def close(self) -> None:

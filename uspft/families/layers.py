@@ -10,7 +10,7 @@ from uspft.families.table import EXPERTS, FAMILIES, NO_KEYS
 
 
 class Blocks(NamedTuple):
-    """The kinds of blocks in one layer of a model."""
+    """The kinds of blocks in one layer of a model; layers of a kind take the same time."""
 
     state: bool
     """Whether it has a recurrent state (linear attention) in place of attention."""
@@ -21,6 +21,8 @@ class Blocks(NamedTuple):
     size."""
     borrows: bool = False
     """Whether it uses the keys and values of another layer."""
+    window: int | None = None
+    """The sliding window in keys; None: full attention; NO_KEYS: none."""
 
     def sizes(self, shape: ModelShape) -> ModelShape:
         """Return the model's shape with the sizes of this kind of layer."""
@@ -30,10 +32,10 @@ class Blocks(NamedTuple):
 
 def layer_blocks(shape: ModelShape) -> tuple[Blocks, ...]:
     """Return the blocks of each layer."""
-    every, own = zip(layer_windows(shape), expert_layers(shape), strict=True), shape.layers
-    own -= shape.borrowers
+    every, two = zip(layer_windows(shape), expert_layers(shape), strict=True), shape.seeing_all
+    own = shape.layers - shape.borrowers
     return tuple(
-        Blocks(window == NO_KEYS, some, bool(shape.seeing_all) and window is None, number >= own)
+        Blocks(window == NO_KEYS, some, bool(two) and window is None, number >= own, window)
         for number, (window, some) in enumerate(every)
     )
 

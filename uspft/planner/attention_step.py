@@ -79,8 +79,7 @@ def attention_one_way(
     step, layout, hardware = placed.step, placed.layout, placed.hardware
     work = _work(placed, window)
     heads = local_heads(step.model.of_window(window), layout.mesh_columns)
-    shares = split_heads(heads.query, heads.kv, layout.ulysses).query
-    most = max(last - first for first, last in shares)
+    most, _ = split_heads(heads.query, heads.kv, layout.ulysses).widest
     rows = placed.options.micro_batch
     pairs, arrivals = rows * work.pairs, work.forward.arrivals
     computed = hardware.attention_seconds(pairs, most, heads.dim, backward=backward)
@@ -147,8 +146,7 @@ def state_parts(placed: PlacedStep) -> Iterator[StepPart]:
     if sizes is None or not step.options.micro_batch:
         return
     mine, again = sizes.on(layout.mesh_columns), step.options.attention
-    values = split_heads(mine.values, mine.keys, layout.ulysses).query
-    most = max(last - first for first, last in values)
+    most, _ = split_heads(mine.values, mine.keys, layout.ulysses).widest
     heads, key, chunk = placed.tokens * layout.ulysses * most, mine.key_dim, CHUNK_TOKENS
     width = 2 * chunk + chunk * (key + 2 * mine.value_dim) / key + 3 * mine.value_dim
     one = hardware.product_seconds(heads, key, width, step.options.element)

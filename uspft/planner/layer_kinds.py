@@ -1,5 +1,5 @@
-"""How transformers computes a layer of each family, as far as memory depends on it: one table row
-per family."""
+"""How transformers computes a layer of each family, as far as its memory and the bytes that it
+reads and writes depend on it: one table row per family."""
 
 from __future__ import annotations
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from uspft.config.algorithms import WHOLE, AlgorithmRow, row_of
 from uspft.config.deepspeed_fields import ELEMENTS, elements
+from uspft.config.inputs import ELEMENT_BYTES
 from uspft.pipeline.schedules import PLAIN, Schedule
 from uspft.pipeline.stages import Each, schedule_of
 from uspft.planner.trained import Lora
@@ -88,7 +89,7 @@ class Options:
     @property
     def element(self) -> int:
         """The bytes of a weight."""
-        return 4 if self.dtype == "float32" else 2
+        return ELEMENT_BYTES[self.dtype]
 
     @property
     def hides(self) -> bool:
@@ -98,7 +99,7 @@ class Options:
     @property
     def gradient_bytes(self) -> int:
         """The bytes per element in which gradients are reduced."""
-        return 2 if self.gradient_reduction == "bfloat16" else GRADIENT_BYTES
+        return ELEMENT_BYTES[self.gradient_reduction]
 
     @property
     def checkpoints_all(self) -> bool:
@@ -116,9 +117,13 @@ class Options:
         found = FORWARDS[self.recompute] if self.checkpointing else ONCE
         return found._replace(at_once=self.at_once)
 
+    def passes(self, layout: Layout, step_rows: int | None = None) -> int:
+        """Return the forward and backward passes of a step. step_rows: stands in for None."""
+        return -(-(self.step_rows or step_rows or 1) // (self.micro_batch * layout.data))
+
     def several(self, layout: Layout) -> bool:
         """Tell whether a step has more than one forward and backward."""
-        return (self.step_rows or 0) > self.micro_batch * layout.data
+        return self.passes(layout) > 1
 
 
 def options_of(recipe: Recipe, layout: Layout) -> Options:

@@ -14,10 +14,10 @@ from uspft.job import ChunkPrices
 from uspft.layout import EXPERTS
 from uspft.pipeline.schedules import PLAIN
 from uspft.planner.attention_step import attention_parts, state_parts
-from uspft.planner.elementwise import layer_moved, outside_moved
 from uspft.planner.expert_traffic import RoutedRows, RowSizes, exchanges
 from uspft.planner.layer_kinds import SHARED_EXPERT, layer_kind
 from uspft.planner.machine import Collective
+from uspft.planner.memory.passes import moved_bytes
 from uspft.planner.mesh import (
     LOSS_SUMS,
     gathered_heads,
@@ -28,7 +28,6 @@ from uspft.planner.mesh import (
 from uspft.planner.products import block_projections, head_projection
 from uspft.planner.step_shape import (
     PlacedStep,
-    StepLayer,
     StepPart,
     StepShape,
     StepTime,
@@ -49,7 +48,7 @@ def forward_and_backward(placed: PlacedStep) -> list[StepPart]:
     return [part.times(layers[one]) for one, parts in one_of.items() for part in parts] + outside
 
 
-def parts_apart(placed: PlacedStep) -> tuple[dict[StepLayer, list[StepPart]], list[StepPart]]:
+def parts_apart(placed: PlacedStep) -> tuple[dict[Blocks, list[StepPart]], list[StepPart]]:
     """Return the parts of one forward and backward in one layer of each kind, and those outside of
     the layers (embedding, head and loss).
 
@@ -64,28 +63,28 @@ def parts_apart(placed: PlacedStep) -> tuple[dict[StepLayer, list[StepPart]], li
     def by_name(parts: Iterable[StepPart]) -> list[StepPart]:
         return [*StepTime(tuple(parts)).by_name.values()]
 
-    def apart() -> tuple[dict[StepLayer, list[StepPart]], list[StepPart]]:
+    def apart() -> tuple[dict[Blocks, list[StepPart]], list[StepPart]]:
         # Layers with attention and experts come first, since they have most parts.
         every = dict.fromkeys(step.layers)
-        kinds = sorted(every, key=lambda one: (one.blocks.state, -one.blocks.experts))
+        kinds = sorted(every, key=lambda one: (one.state, -one.experts))
         one_of = {one: by_name(_layer_parts(placed, one)) for one in kinds}
         return one_of, by_name(_outside_parts(placed))
 
     return placed.memo.once(("apart", *degrees, *ranks, *runs), apart)
 
 
-def _layer_parts(placed: PlacedStep, layer: StepLayer) -> Iterator[StepPart]:
+def _layer_parts(placed: PlacedStep, layer: Blocks) -> Iterator[StepPart]:
     """Yield the parts of one layer's forward and backward, without ZeRO's transfers."""
     if placed.on_mesh:
         yield from mesh_layer(placed)
     else:
-        products = StepPart("products", _product_seconds(placed, layer.blocks))
+        products = StepPart("products", _product_seconds(placed, layer))
         yield products
-        yield from _sums(placed, layer.blocks, products.seconds)
-    if layer.blocks.experts and placed.layout.experts > 1:
+        yield from _sums(placed, layer, products.seconds)
+    if layer.experts and placed.layout.experts > 1:
         yield from _dispatch(placed)
-    yield _between(placed, layer.blocks)
-    if layer.blocks.state:
+    yield _between(placed, layer)
+    if layer.state:
         yield from state_parts(placed)
     else:
         yield from attention_parts(placed, layer.window)
@@ -109,12 +108,12 @@ def _outside_parts(placed: PlacedStep) -> Iterator[StepPart]:
 def _between(placed: PlacedStep, blocks: Blocks | None = None) -> StepPart:
     """Return the element-wise operations of a layer with these blocks; None: those outside of
     layers."""
-    step, columns, how = placed.step, placed.layout.mesh_columns, placed.options
+    model, columns, how = placed.step.model, placed.layout.mesh_columns, placed.options
     moved = placed.memo.once(
-        ("between", blocks, columns, how.use_seq_parallel, how.slices is None),
-        lambda: layer_moved(step, blocks, columns) if blocks else outside_moved(step, columns),
+        ("between", columns, how.use_seq_parallel, how.slices is None),
+        lambda: moved_bytes(model, columns, how),
     )
-    return StepPart("elementwise", placed.hardware.memory_seconds(moved.of(placed.tokens)))
+    return StepPart("elementwise", placed.hardware.memory_seconds(moved[blocks].of(placed.tokens)))
 
 
 def _product_seconds(placed: PlacedStep, blocks: Blocks) -> float:

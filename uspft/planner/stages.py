@@ -13,14 +13,14 @@ from functools import lru_cache
 from itertools import accumulate, combinations
 from typing import NamedTuple
 
-from uspft.families import NO_KEYS, ModelShape, layer_windows
+from uspft.families import NO_KEYS, Blocks, ModelShape, layer_blocks, layer_windows
 from uspft.pipeline.schedules import Action, Schedule, forward_and_backward, group_of
 from uspft.pipeline.simulator import Timeline, simulate
 from uspft.pipeline.stages import Each, Stages, dealt_out
 from uspft.planner.machine import Spread
 from uspft.planner.options import Options
 from uspft.planner.products import block_projections, head_projection, step_flops
-from uspft.planner.step_shape import DrawnRows, PlacedStep, StepLayer, step_layers
+from uspft.planner.step_shape import DrawnRows, PlacedStep
 from uspft.planner.trained import StageLayers
 from uspft.segments import Segments
 from uspft.sequence.chunked import Cut
@@ -108,14 +108,13 @@ def layer_flops(model: ModelShape, rows: DrawnRows) -> tuple[list[float], float]
     The embedding look-up costs none, and a state's recurrence is left out, which is a hundredth of
     its layer.
     """
-    tokens, kinds, known = rows.rows[0].length, step_layers(model), dict[StepLayer, float]()
-    for kind in dict.fromkeys(kinds):
-        window, one = kind
+    tokens, every, known = rows.rows[0].length, layer_blocks(model), dict[Blocks, float]()
+    for one in dict.fromkeys(every):
         met = sum(matrix.met for matrix in block_projections(model, one))
-        heads = 1, model.heads, model.of_window(window).head_dim
-        known[kind] = step_flops(met, tokens, int(rows.pairs(window)), heads)
+        heads = 1, model.heads, model.of_window(one.window).head_dim
+        known[one] = step_flops(met, tokens, int(rows.pairs(one.window)), heads)
     head = step_flops(head_projection(model).met, tokens, 0, (1, model.heads, 1))
-    return [known[kind] for kind in kinds], head
+    return [known[one] for one in every], head
 
 
 def cut_by_flops(model: ModelShape, chunks: int, multiple: int) -> Cut:

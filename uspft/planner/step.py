@@ -11,11 +11,10 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
-from uspft.families import layer_blocks
+from uspft.families import Blocks, layer_blocks
 from uspft.layout import ALIKE, COPIES, Layout
 from uspft.pipeline.schedules import Schedule
 from uspft.pipeline.stages import Stages
-from uspft.planner.elementwise import update_bytes
 from uspft.planner.machine import Collective
 from uspft.planner.products import met_parameters, step_flops
 from uspft.planner.row_time import forward_and_backward, parts_apart
@@ -32,13 +31,13 @@ from uspft.planner.step_shape import (
     ROUNDING,
     Memo,
     PlacedStep,
-    StepLayer,
     StepPart,
     StepShape,
     StepTime,
     seconds_of,
 )
-from uspft.planner.trained import all_layers, counts_of, kinds_of_layers
+from uspft.planner.trained import TrainedBlocks, all_layers, counts_of, kinds_of_layers
+from uspft.planner.update import update_bytes
 
 NOT_PREDICTED = (
     "the time of offloading, and the products of MLPs in tiles that are made again",
@@ -124,7 +123,7 @@ def pipeline_costs(placed: PlacedStep) -> tuple[PipelineCosts, list[StepPart], S
         if kind in ranks:
             continue
         layers, _, last = kind
-        parts = [part.times(n) for (layer, _), n in layers for part in one_of[layer]]
+        parts = [part.times(n) for (blocks, _), n in layers for part in one_of[blocks]]
         parts += outside * last
         stored = _stored(placed, stages, rank)
         moved, fetched = list[StepPart](), list[StepPart]()
@@ -163,21 +162,18 @@ def dealt_stages(step: StepShape, layout: Layout, memo: Memo) -> Stages:
     )
 
 
-_RankLayers = tuple[tuple[tuple[tuple[StepLayer, int], int], ...], bool, bool]
-"""The layers of a rank of a pipeline: the number of each kind, whose modules and what of them
-trains are alike; whether it is the first rank; whether it is the last."""
+_RankLayers = tuple[tuple[tuple[TrainedBlocks, int], ...], bool, bool]
+"""The layers of a rank of a pipeline: the number of each kind; whether it is the first rank;
+whether it is the last."""
 
 
-def _layers_of(stages: Stages, step: StepShape) -> tuple[list[_RankLayers], list[list[StepLayer]]]:
+def _layers_of(stages: Stages, step: StepShape) -> tuple[list[_RankLayers], list[list[Blocks]]]:
     """Return the layers of each rank along a pipeline, and of each stage."""
     options, layers = step.options, step.layers
-    trained = kinds_of_layers(step.model, options.lora, options.freeze)
-    numbers = {kind: number for number, kind in enumerate(dict.fromkeys(trained))}
-    kinds = [(layer, numbers[one]) for layer, one in zip(layers, trained, strict=True)]
+    kinds = kinds_of_layers(step.model, options.lora, options.freeze)
     ranks = [Counter(kinds[n] for n in stage_layers(stages, r).layers) for r in range(stages.ranks)]
     return [
-        (tuple(sorted(one.items(), key=str)), rank == 0, rank == stages.ranks - 1)
-        for rank, one in enumerate(ranks)
+        (tuple(one.items()), rank == 0, rank == stages.ranks - 1) for rank, one in enumerate(ranks)
     ], [[layers[n] for n in stages.layers(stage)] for stage in range(stages.count)]
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
 
-from uspft.families import Blocks, ModelShape, layer_blocks, layer_windows
+from uspft.families import Blocks, ModelShape, layer_blocks
 from uspft.layout import Layout
 from uspft.planner.machine import Collective, Hardware, Spread
 from uspft.planner.options import Options
@@ -133,19 +133,6 @@ def pairs_of_row(row: Segments, window: int | None) -> int:
     return int(work_of([(0, row.length)], list(row), window))
 
 
-class StepLayer(NamedTuple):
-    """The kind of a layer, on which its time depends."""
-
-    window: int | None
-    """The sliding window; None: full attention; NO_KEYS: a layer with a state."""
-    blocks: Blocks
-
-
-def step_layers(model: ModelShape) -> tuple[StepLayer, ...]:
-    """Return the kind of each layer of a model."""
-    return tuple(map(StepLayer, layer_windows(model), layer_blocks(model)))
-
-
 @dataclass(frozen=True)
 class StepShape:
     """Everything on which a step's time depends except the layout and the machine."""
@@ -163,14 +150,14 @@ class StepShape:
     ranks exactly; False: by closed forms."""
 
     @cached_property
-    def layers(self) -> tuple[StepLayer, ...]:
+    def layers(self) -> tuple[Blocks, ...]:
         """The kind of each layer."""
-        return step_layers(self.model)
+        return layer_blocks(self.model)
 
     @property
     def windows(self) -> Counter[int | None]:
         """The number of layers with attention by their sliding window; None: full attention."""
-        return Counter(one.window for one in self.layers if not one.blocks.state)
+        return Counter(one.window for one in self.layers if not one.state)
 
     @property
     def step_rows(self) -> int:
@@ -196,9 +183,6 @@ class StepShape:
     def under(self, **options: Any) -> StepShape:
         """Return the step with other values of these options."""
         return replace(self, options=replace(self.options, **options))
-
-    def passes(self, layout: Layout) -> int:
-        return -(-self.step_rows // (self.options.micro_batch * layout.data))
 
     def tokens(self, layout: Layout) -> float:
         """Return the tokens of a rank in one forward."""
@@ -249,7 +233,7 @@ class PlacedStep:
     @cached_property
     def passes(self) -> int:
         """The number of forward and backward passes of a step."""
-        return self.step.passes(self.layout)
+        return self.options.passes(self.layout)
 
     @property
     def on_mesh(self) -> bool:

@@ -9,11 +9,10 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
-from uspft.families import ModelShape, layer_blocks
+from uspft.families import Blocks, ModelShape, layer_blocks
 from uspft.families.projections import STATE_OWN
 from uspft.planner.products import (
     EXPERTS,
-    ProductShape,
     head_projection,
     layer_modules,
     outside_modules,
@@ -77,26 +76,23 @@ def trained_layers(
 
     freeze: regular expressions over parameters' names.
     """
-    kinds, numbers = modules_of_kinds(shape)
-    return _trained(numbers, tuple(map(tuple, kinds)), lora, freeze, _words_of_experts(shape))
+    every = layer_blocks(shape)
+    kinds = list(dict.fromkeys(every))
+    names = tuple(tuple(layer_modules(blocks.sizes(shape), blocks)) for blocks in kinds)
+    numbers = tuple(map(kinds.index, every))
+    return _trained(numbers, names, lora, freeze, _words_of_experts(shape))
+
+
+TrainedBlocks = tuple[Blocks, Trained]
+"""The blocks of a layer, and which of its modules train."""
 
 
 def kinds_of_layers(
     shape: ModelShape, lora: Lora | None, freeze: tuple[str, ...]
-) -> list[tuple[int, Trained]]:
-    """Return the kind of each layer: the index of its modules in `modules_of_kinds`, and which of
-    them train, which may differ between layers with the same modules."""
-    return list(zip(modules_of_kinds(shape)[1], trained_layers(shape, lora, freeze), strict=True))
-
-
-def modules_of_kinds(
-    shape: ModelShape,
-) -> tuple[list[dict[str, ProductShape]], tuple[int, ...]]:
-    """Return the modules of each kind of layer, and the kind of each layer as an index."""
-    every = layer_blocks(shape)
-    kinds = list(dict.fromkeys(every))
-    modules = [layer_modules(blocks.sizes(shape), blocks) for blocks in kinds]
-    return modules, tuple(map(kinds.index, every))
+) -> list[TrainedBlocks]:
+    """Return the blocks of each layer with what trains, which may differ between layers with the
+    same blocks."""
+    return list(zip(layer_blocks(shape), trained_layers(shape, lora, freeze), strict=True))
 
 
 @lru_cache(maxsize=64)
@@ -265,11 +261,10 @@ def _of_layers(
     """Return the kind of each layer, as an index (kinds differ in modules or in what trains), and a
     tensor rank's parameters of each kind."""
     every, words = kinds_of_layers(shape, lora, freeze), _words_of_experts(shape)
-    modules, _ = modules_of_kinds(shape)
     kinds, found = list(dict.fromkeys(every)), list[list[_Held]]()
-    for number, trained in kinds:
+    for blocks, trained in kinds:
         held = list[_Held]()
-        for name, whole in modules[number].items():
+        for name, whole in layer_modules(blocks.sizes(shape), blocks).items():
             one, routed = whole.on(tensor), _of_experts(name)
             one = replace(one, copies=one.copies // experts) if routed else one
             held.append(_Held(one.parameters, name in trained.weights, routed, one.inputs == 1))

@@ -152,21 +152,22 @@ STATES = 3
 """Float32 values in a checkpoint for each parameter: the weight and Adam's two moments."""
 
 
-def space_needed(recipe: Recipe, trained: int, parameters: int) -> int:
+def space_needed(recipe: Recipe, trained: int, parameters: int, saves: int | None) -> int:
     """Return how many bytes a run will still write: its exports, and one more checkpoint than it
     keeps.
 
-    trained, parameters: how many of the model's parameters train, and how many it has. Existing
-    checkpoints of a resumed run do not count.
+    trained, parameters: how many of the model's parameters train, and how many it has. saves: how
+    many checkpoints the run may save; None: not known yet, where `keep_last: null` counts as one.
+    Existing checkpoints of a resumed run do not count.
     """
-    model, every = recipe.model, recipe.checkpoint.every_steps
-    steps = recipe.training.stop_step or recipe.training.steps  # None: it follows from the epochs
+    model, keep = recipe.model, recipe.checkpoint.keep_last
     wanted = 1  # a run that is stopped always saves one
-    if recipe.checkpoint.keep_best:
-        wanted = recipe.checkpoint.keep_last + 2
-    elif every:
-        wanted = recipe.checkpoint.keep_last + 1
-        wanted = min(wanted, -(-steps // every)) if steps else wanted
+    if keep is None:
+        wanted = saves or wanted
+    elif recipe.checkpoint.keep_best:
+        wanted = keep + 2
+    elif recipe.checkpoint.saves:
+        wanted = min(keep + 1, saves or keep + 1)
     there = step_folders(output_of(recipe) / CHECKPOINTS)
     kept = len(there) if recipe.checkpoint.resume == "auto" else 0
     size = max(wanted - kept, 1) * STATES * ELEMENT_BYTES["float32"] * trained
@@ -221,9 +222,9 @@ def space_finding(recipe: Recipe, needed: int) -> Finding | None:
         return None
     what = f"this run writes {as_size(needed)}, and {as_size(free)} are free in `{output}`"
     remedy = "make room, or name a folder with more of it"
-    if recipe.checkpoint.every_steps and keep > 1:
-        beside = "a new one is whole before an old one goes"
-        remedy += f" (checkpoint.keep_last is {keep}, and {beside})"
+    if recipe.checkpoint.saves and keep != 1:
+        beside = "and a new one is whole before an old one goes" if keep else "which keeps all"
+        remedy += f" (checkpoint.keep_last is {keep or 'null'}, {beside})"
     return KEY, what, remedy
 
 

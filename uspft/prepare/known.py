@@ -13,12 +13,12 @@ from uspft.config import Finding, Recipe, RecipeError
 from uspft.config.algorithms import AUTO
 from uspft.config.messages import closest
 from uspft.config.recipe import MemoryBlock
-from uspft.families import FAMILIES, ModelShape
+from uspft.families import ModelShape
 from uspft.layout import Layout
 from uspft.model.tile_sizes import mlp_tile_tokens, tile_tokens
 from uspft.planner.machine import Hardware, device_of, read_hardware
 from uspft.planner.options import RECOMPUTES, Options, options_of
-from uspft.planner.products import inner_matrices
+from uspft.planner.products import gathered_elements, inner_matrices
 from uspft.planner.step_shape import StepShape
 from uspft.prepare.host import CONFIGS
 from uspft.segments import Segments
@@ -174,11 +174,4 @@ def saving_most(asked: MemoryBlock, shape: ModelShape, layout: Layout, options: 
 def has_groups(shape: ModelShape, layout: Layout) -> bool:
     """Return whether `auto` may run a model's attention in groups of heads under a layout."""
     alike = not shape.seeing_all and not layout.is_mesh
-    return alike and not shares_rows(shape, layout.mesh_columns)
-
-
-def shares_rows(shape: ModelShape, tensor: int) -> bool:
-    """Return whether ranks have parts of KV heads, because a fused QKV matrix (Phi-3) is split over
-    more ranks than KV heads."""
-    fused = "self_attn.qkv_proj" in FAMILIES[shape.model_type].projections
-    return fused and tensor > shape.kv_heads
+    return alike and not gathered_elements(shape, layout.mesh_columns)

@@ -11,7 +11,7 @@ from uspft.engine.deepspeed_config import micro_batches
 from uspft.families import FAMILIES, ModelShape, state_sizes
 from uspft.layout import Layout, layout_of
 from uspft.pipeline.stages import Stages, fits, offset, stated
-from uspft.prepare.known import shares_rows
+from uspft.planner.products import gathered_elements
 from uspft.sequence import Heads, chunk_multiple, of_recipe
 from uspft.tensor import tensor_algorithm
 
@@ -186,7 +186,7 @@ def group_findings(recipe: Recipe, shape: ModelShape | None, tensor: int = 1) ->
     if shape.seeing_all:
         what = f"is {asked}, and layers of `{shape.model_type}` have heads of two sizes"
         return [(key, what, "write all")]
-    if shares_rows(shape, tensor):
+    if gathered_elements(shape, tensor):
         what = f"is {asked}, and {tensor} tensor ranks share the rows that make a KV head"
         return [(key, what, f"write all, or model_parallel: {shape.kv_heads}")]
     per_kv = shape.heads // shape.kv_heads

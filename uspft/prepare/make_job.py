@@ -26,7 +26,6 @@ from uspft.checkpoint.identity import BASE, CONTENTS, counts_samples, difference
 from uspft.config import Fault, Recipe
 from uspft.config.algorithms import AUTO
 from uspft.config.problems import counted
-from uspft.config.strategies import strategies_of
 from uspft.data.corpus.corpus import Corpus, read_report
 from uspft.data.corpus.prepare import HELD_OUT, formats_of, hold_out, prepare, prepare_sets
 from uspft.data.faults import SHOWN_LINES, DataError
@@ -41,7 +40,14 @@ from uspft.prepare.examine import Examined
 from uspft.prepare.files import not_whole, output_of, space_needed
 from uspft.prepare.host import Invocation, require_here
 from uspft.prepare.layout_findings import exchange_findings
-from uspft.prepare.make_plan import chunk_prices_of, knowing_memory, lengths_of, prices_of, weighing
+from uspft.prepare.make_plan import (
+    chunk_prices_of,
+    course_of,
+    knowing_memory,
+    lengths_of,
+    prices_of,
+    weighing,
+)
 from uspft.prepare.model import examine_model, exported_tokenizer, fetched, serving_of, tokenizer_of
 from uspft.segments import Segments
 
@@ -80,12 +86,12 @@ def job_of(found: Examined, place: Invocation, identity: dict[str, Any], **more:
     return Job(
         found.recipe,
         found.corpus,
-        steps_of(found.recipe, found.corpus),
-        identity,
+        identity=identity,
         command=place.command,
         places=found.known.places,
         prices=prices_of(found),
         chunk_prices=chunk_prices_of(found),
+        **course_of(found.recipe, found.corpus),
         **more,
     )
 
@@ -121,7 +127,6 @@ def prepare_job(
     model = examine_model(found.here)
     if model.trains:
         screen.print(f"trains: {model.trains}", markup=False)
-    needed = space_needed(recipe, model.trained, model.parameters)
     base = {BASE: base_digest(found.here.model)}
     checkpoint, damaged = _checkpoint(recipe, place.meeting, screen)
     _same(checkpoint, identity_of(recipe) | base)
@@ -143,6 +148,7 @@ def prepare_job(
         serving=serving_of(found.here, found.known.formats, model.config, tokenizer),
         comments=found.decision.comments if found.decision else {},
     )
+    needed = space_needed(recipe, model.trained, model.parameters, job.saves)
     return Prepared(found, job, checkpoint, damaged, needed)
 
 
@@ -274,15 +280,6 @@ def _tell(what: str, folder: Path, screen: Console, mix_of: Path | None = None) 
     lines += [*report.get("skipped", ()), *report.get("untrained", ())]
     for line in (*lines, *(read_report(mix_of).get("mix", ()) if mix_of else ())):
         screen.print(f"{what}: {line}", markup=False)
-
-
-def steps_of(recipe: Recipe, corpus: Path) -> int:
-    """Return how many steps the whole run has."""
-    if steps := recipe.training.steps:
-        return steps
-    switches = bool(strategies_of(recipe))
-    stream = training_rows(recipe.data, corpus, recipe.seed, one_document=switches)
-    return stream.steps_in_epochs(recipe.training.epochs or 1, recipe.training.global_batch_size)
 
 
 def first_rows(recipe: Recipe, corpus: Path) -> list[Segments]:

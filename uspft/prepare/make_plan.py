@@ -1,6 +1,7 @@
 """A recipe as the planner's input: its step, its cluster, its own layout, and the predicted costs
 by which rows are assigned to layouts; and the predicted time of `strategies` for the lengths of the
-data, by which `auto` chooses, and which `plan` prints."""
+data, by which `auto` chooses, and which `plan` prints. The steps of a run follow from its data
+too."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ from typing import Any
 from uspft.config import Fault, Recipe, read
 from uspft.config.algorithms import AUTO
 from uspft.config.strategies import KEY, strategies_of
+from uspft.data.corpus.corpus import corpora_in
 from uspft.data.corpus.prepare import first_look, prepared
 from uspft.data.rows.stream import training_rows
 from uspft.job import ChunkPrices, Prices
@@ -146,9 +148,33 @@ def lengths_of(recipe: Recipe, corpus: Path) -> list[int]:
     A sample that `overlong: split` cuts counts as its documents, and sources count by their weight.
     """
     stream = training_rows(recipe.data, corpus, recipe.seed, one_document=True)
-    count = stream.rows_in_epoch(0)
-    looked_at = min(count, LOOKED_AT)
-    return [stream.tokens_of(number * count // looked_at) for number in range(looked_at)]
+    every = range(stream.rows_in_epoch(0))
+    return [stream.tokens_of(number) for number in _spread(every, LOOKED_AT)]
+
+
+def course_of(recipe: Recipe, corpus: Path) -> dict[str, Any]:
+    """Return the job's fields on how many steps the whole run has, and in which of them intervals
+    of epochs end; the corpus is read only where the recipe counts epochs."""
+    training, course = recipe.training, dict[str, Any](steps=recipe.training.steps)
+    if not counts_epochs(recipe):
+        return course
+    switches, each = bool(strategies_of(recipe)), training.global_batch_size
+    stream = training_rows(recipe.data, corpus, recipe.seed, one_document=switches)
+    if training.epochs:
+        course["steps"] = stream.steps_in_epochs(training.epochs, each)
+    for name, epochs in (
+        ("saved_by_epochs", recipe.checkpoint.every_epochs),
+        ("evaluated_by_epochs", training.eval_every_epochs),
+    ):
+        if epochs:
+            course[name] = stream.steps_of_ends(epochs, each, course["steps"])
+    return course
+
+
+def counts_epochs(recipe: Recipe) -> bool:
+    """Tell whether a recipe's length or intervals are in epochs."""
+    training = recipe.training
+    return bool(training.epochs or training.eval_every_epochs or recipe.checkpoint.every_epochs)
 
 
 def corpus_here(found: Examined, place: Invocation, tokenizer: str | None) -> Path | None:
@@ -162,7 +188,10 @@ def corpus_here(found: Examined, place: Invocation, tokenizer: str | None) -> Pa
         return found.known.corpus
     if found.shape is None or (tokenizer is None and tokenizer_of(recipe.model)):
         return None
-    return prepared(recipe.data, tokenizer, found.shape.vocab_size, place.data_cache(recipe))
+    cache = place.data_cache(recipe)
+    if not corpora_in(cache):  # to look for the folder, all files are hashed
+        return None
+    return prepared(recipe.data, tokenizer, found.shape.vocab_size, cache)
 
 
 def weighed_here(
@@ -323,7 +352,7 @@ def _packed(recipe: Recipe, lengths: list[int]) -> tuple[Segments, ...]:
     )
 
 
-def _spread(numbers: range) -> list[int]:
-    """Return ROWS numbers of a range, evenly spread, or all if it has fewer."""
-    count = min(ROWS, len(numbers))
+def _spread(numbers: range, most: int = ROWS) -> list[int]:
+    """Return `most` numbers of a range, evenly spread, or all if it has fewer."""
+    count = min(most, len(numbers))
     return [numbers[place * len(numbers) // count] for place in range(count)]

@@ -18,6 +18,7 @@ from uspft.config.strategies import KEY, strategies_of
 from uspft.data.rows.stream import training_rows
 from uspft.engine.deepspeed_config import micro_batches
 from uspft.families import FAMILIES, NO_KEYS, ModelShape, expert_layers, layer_windows
+from uspft.job import Job
 from uspft.layout import Layout
 from uspft.metrics import Journal
 from uspft.pipeline.schedules import forward_and_backward
@@ -82,7 +83,7 @@ def _zero_bytes(step: StepShape, layout: Layout) -> float:
     layers = trained_layers(step.model, options.lora, options.freeze)
     matrices = [name.startswith(EXPERTS) for one in layers for name in one.weights]
     trained = sum(matrices) / (2 * sum(expert_layers(step.model)))
-    gradient, weight, passes = options.gradient_bytes, options.element, step.passes(layout)
+    gradient, weight, passes = options.gradient_bytes, options.element, options.passes(layout)
     if options.zero_stage == 3:
         return 2 * weight + gradient * trained
     once = weight / passes
@@ -154,7 +155,7 @@ def too_short(recipe: Recipe, steps: int, rows: int | None = None) -> Iterator[s
     """
     training, warm_up = recipe.training, recipe.lr_schedule.warmup_steps
     if training.epochs and rows and rows < training.global_batch_size:
-        epochs, many = counted(training.epochs, "epoch"), counted(steps, "step")
+        epochs, many = _epochs(training.epochs), counted(steps, "step")
         are = "is" if training.epochs == 1 else "are"
         counts = "samples" if strategies_of(recipe) else "rows"
         yield (
@@ -167,6 +168,46 @@ def too_short(recipe: Recipe, steps: int, rows: int | None = None) -> Iterator[s
             f"lr_schedule.warmup_steps: is {warm_up:,}, and the run has {counted(steps, 'step')}, "
             "so that the learning rate rises to its end; write fewer, or warmup_ratio"
         )
+
+
+def _epochs(number: float) -> str:
+    text = f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
+    return f"{text} epoch{'s' * (number != 1)}"
+
+
+def intervals_told(recipe: Recipe, job: Job | None) -> Iterator[str]:
+    """Yield a line on when checkpoints are saved, unless the recipe has the number of steps, and
+    one on when evaluations run.
+
+    job: None where the steps are not known yet, because the recipe counts epochs of data that is
+    not read.
+    """
+    training, checkpoint = recipe.training, recipe.checkpoint
+    sets = [source.title for source in recipe.data.eval or ()]
+    if recipe.data.eval_fraction:
+        sets = [f"{recipe.data.eval_fraction:.2%} of data.train, held out"]
+    if checkpoint.every_epochs or (checkpoint.every_steps or 1) < 1:
+        every = checkpoint.every_steps, checkpoint.every_epochs
+        kept = f"the newest {checkpoint.keep_last} are" if checkpoint.keep_last else "all are"
+        yield f"checkpoints: {_often(*every, job.saved_steps if job else ())}; {kept} kept"
+    if sets:
+        every = training.eval_every_steps, training.eval_every_epochs
+        often = _often(*every, job.evaluated_steps if job else ())
+        yield f"evaluation: {', '.join(sets)}, {often}"
+
+
+def _often(steps: float | None, epochs: float | None, ends: Sequence[int]) -> str:
+    """Return a phrase for intervals of so many steps, of a share of all steps, or of epochs. ends:
+    the steps that end them, if they are known."""
+    if steps is None and epochs is None:
+        return "at the end"
+    if steps and steps >= 1:
+        return f"after every {counted(int(steps), 'step')} and at the end"
+    every = _epochs(epochs) if epochs else f"{steps:.3g} of all steps"
+    named = [f"{step:,}" for step in (*ends[:3], *ends[3:][-1:])]
+    named[3:3] = ["…"] * (len(ends) > 4)
+    which = f" (step{'s' * (len(named) > 1)} {', '.join(named)})" if named else ""
+    return f"after every {every}{which} and at the end"
 
 
 def length_of_run(recipe: Recipe, corpus: Path, steps: int) -> list[str]:
@@ -184,11 +225,9 @@ def length_of_run(recipe: Recipe, corpus: Path, steps: int) -> list[str]:
         of_epoch = f"{rows:,} {many} of {recipe.data.sequence_length:,} tokens an epoch"
         of_epoch += f", {stream.padding():.1%} of them padding"
     of_step = f"{each:,} {counts}" if each > 1 else counts.removesuffix("s")
-    many = f"{epochs:,.0f}" if epochs >= 100 else f"{epochs:.3g}"
-    many += f" epoch{'s' if epochs != 1 else ''}"
     stop = recipe.training.stop_step
     ends = f"; it ends after step {stop:,}, as training.stop_step says" if stop else ""
-    told = f"{counted(steps, 'step')} of {'a ' * (each == 1)}{of_step}, {many}{ends}"
+    told = f"{counted(steps, 'step')} of {'a ' * (each == 1)}{of_step}, {_epochs(epochs)}{ends}"
     few = [f"warning: {line}" for line in too_short(recipe, steps, rows)]
     return [*few, f"run: {of_epoch}; {told}"]
 

@@ -107,9 +107,8 @@ class Evaluation:
     def is_due(self, step: int) -> bool:
         """Return whether an evaluation follows this step: at the recipe's interval, and at
         the end."""
-        every, job = self._run.job.recipe.training.eval_every_steps, self._run.job
-        due = step == job.last_step or bool(every and step % every == 0)
-        return due and step > 0 and bool(self._run.evaluation)
+        job = self._run.job
+        return bool(self._run.evaluation) and (step in job.evaluated_steps or step == job.last_step)
 
     def is_missing(self) -> bool:
         """Return whether the resumed run was stopped before the evaluation of its last step."""

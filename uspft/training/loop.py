@@ -150,16 +150,16 @@ class Saving:
         stopped: whether the run was asked to stop, which is saved too. Returns whether it has been
         asked by now.
         """
-        block, last = self._run.job.recipe.checkpoint, step == self._run.job.last_step
-        every, evaluation = block.every_steps, self._evaluation
-        saved = bool(every and (step % every == 0 or last)) or stopped
+        job, evaluation = self._run.job, self._evaluation
+        block, last = job.recipe.checkpoint, step == job.last_step
+        saved = step in job.saved_steps or (last and block.saves) or stopped
         self.look()
         if saved:
             self.save(step)
         if evaluation.is_due(step) and not stopped:
             stopped = not evaluation.run(step, stop)
             last = last or evaluation.is_over
-        keeps = last and bool(every or block.keep_best)
+        keeps = last and (block.saves or block.keep_best)
         if not saved and (stopped or keeps or evaluation.best_step == step):
             self.save(step)
         if stopped or last:
@@ -228,7 +228,8 @@ class Saving:
         job = self._run.job
         if self._is_main and not self._under_way:
             keep, best = job.recipe.checkpoint.keep_last, self._evaluation.best_step
-            delete_older(job.output, keep, best, self._good)
+            if keep is not None:
+                delete_older(job.output, keep, best, self._good)
 
 
 def _name(step: int) -> str:

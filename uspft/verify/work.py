@@ -92,7 +92,7 @@ def without_extras(recipe: Recipe) -> Recipe:
     return recipe.changed(
         deepspeed={"comms_logger": None, "flops_profiler": None, "wall_clock_breakdown": False},
         data={"eval": None},
-        training={"eval_every_steps": None, "eval_micro_batch_size": None},
+        training=dict.fromkeys(("eval_every_steps", "eval_every_epochs", "eval_micro_batch_size")),
         memory={"gradient_checkpointing": True} if again else {},
     )
 

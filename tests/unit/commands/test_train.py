@@ -121,6 +121,17 @@ def test_the_quickstart_on_conversations_is_a_run_of_one_s_own(tmp_path: Path) -
     assert "go on" in named and "try next" not in named
 
 
+@pytest.mark.parametrize(
+    "words", [["parallel_config.strategies=auto"], ["parallel_config={strategies: auto}"]]
+)
+def test_the_quickstart_under_strategies_names_no_other_algorithm(
+    tmp_path: Path, words: list[str]
+) -> None:
+    """`strategies: auto` refuses one, also where it has chosen a single layout."""
+    named = commands(recipe(tmp_path), "recipes/quickstart.yaml", *words)
+    assert "go on" in named and "try next" not in named
+
+
 def test_who_trained_on_conversations_may_chat(tmp_path: Path) -> None:
     own = recipe(tmp_path)
     assert "chat" not in commands(own, "r.yaml", chats=True)

@@ -37,7 +37,7 @@ NAMES = {
     "optimizer: {lr: 1}": "r.yaml:2: optimizer.lr: unknown key `lr`; "
     "here it is `optimizer.learning_rate`",
     "training: {num_train_epochs: 1}": "r.yaml:2: training.num_train_epochs: "
-    "unknown key `num_train_epochs`; here it is `training.epochs`; a whole number",
+    "unknown key `num_train_epochs`; here it is `training.epochs`",
     "memory: {foo: 1}": "r.yaml:2: memory.foo: unknown key `foo`; known here: "
     "gradient_checkpointing, recompute, attention_heads, offload_activations, gradient_reduction, "
     "loss_tile_tokens, mlp_tile_tokens",

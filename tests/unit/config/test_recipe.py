@@ -104,6 +104,8 @@ launch: {processes: auto, device: auto, restarts: 0, min_hosts: null}
 # Keys that the example does not write out: alternatives to keys that it does, and pass-through.
 NOT_IN_EXAMPLE = {
     "training.epochs": None,
+    "training.eval_every_epochs": None,
+    "checkpoint.every_epochs": None,
     "lr_schedule.warmup_steps": None,
     "deepspeed.aio": None,
     "deepspeed.comms_logger": None,
@@ -137,7 +139,7 @@ def value_of(recipe: Recipe, key: str) -> Any:
 
 def test_the_contract_has_this_many_keys() -> None:
     keys = contract_keys()
-    assert len(keys) == len(set(keys)) == 107
+    assert len(keys) == len(set(keys)) == 109
     assert {at: len(names) for at, names in KEYS.items()} == {
         "": 14,
         "model": 11,
@@ -158,9 +160,9 @@ def test_the_contract_has_this_many_keys() -> None:
         "deepspeed.zero_optimization.leaf_module": 3,
         "optimizer": 5,
         "lr_schedule": 8,
-        "training": 13,
+        "training": 14,
         "memory": 7,
-        "checkpoint": 5,
+        "checkpoint": 6,
         "export": 1,
         "logging": 5,
         "logging.wandb": 12,

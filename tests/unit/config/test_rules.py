@@ -80,6 +80,14 @@ COMBINATIONS = {
     "here",
     "training: {epochs: 2}": "training.epochs: is set together with `training.steps`, "
     "and only one of them ends the run; keep one and write null for the other",
+    "checkpoint: {every_steps: 500, every_epochs: 0.5}": "checkpoint.every_epochs: is set "
+    "together with `checkpoint.every_steps`, and only one of them can rule; "
+    "keep one and write null for the other",
+    EVAL % "training: {eval_every_steps: 0.5, eval_every_epochs: 1}": "training.eval_every_epochs: "
+    "is set together with `training.eval_every_steps`, and only one of them can rule; "
+    "keep one and write null for the other",
+    "training: {eval_every_epochs: 1}": "training.eval_every_epochs: is 1.0, and there is no "
+    "`data.eval`; write data.eval or data.eval_fraction, or null here",
     "lr_schedule: {warmup_steps: 3, warmup_ratio: 0.1}": "lr_schedule.warmup_steps: is set "
     "together with `lr_schedule.warmup_ratio`, and only one of them can rule; "
     "keep one and write null for the other",
@@ -175,6 +183,7 @@ FINE = [
     DATA % (", weight: 1", ", eval_fraction: 0.1"),
     "training: {steps: null, epochs: 2}",
     EVAL % "training: {patience: 1, eval_every_steps: 5}\ncheckpoint: {keep_best: true}",
+    EVAL % "training: {patience: 1, eval_every_epochs: 5}\ncheckpoint: {every_epochs: 1}",
     "model: {name_or_path: null, config: c.json}",
     "model: {name_or_path: null, config: {model_type: llama, hidden_size: 64}}",
     "lr_schedule: {warmup_steps: 0}",
@@ -227,7 +236,7 @@ def test_a_rule_that_reads_a_faulty_key_is_not_asked() -> None:
         "training.eval_every_steps",
     ]
     assert broken(recipe, {"parallel_config.ulysses_degree_in_cp", "data"}) == []
-    assert len(RULES) == 27
+    assert len(RULES) == 28
 
 
 ZERO, STAGE = "deepspeed.zero_optimization", "deepspeed.zero_optimization.stage"

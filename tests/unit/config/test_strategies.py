@@ -208,6 +208,9 @@ def test_weights_that_move_need_no_zero(tmp_path: Path) -> None:
         loaded(tmp_path, text, 3)
     with pytest.raises(RecipeError, match=r"\.overlap_comm: is set, and with switching: move"):
         loaded(tmp_path, text, "1, overlap_comm: true")
+    staged = text.replace("model_parallel: 3", "pipeline_stage: 2").replace("switching: move, ", "")
+    with pytest.raises(RecipeError, match="; write 1, or no pipeline_stage"):
+        loaded(tmp_path, staged, 3)  # in place, stages are refused
 
 
 def test_the_longest_rows_layout_may_stand_beside(tmp_path: Path) -> None:

@@ -24,6 +24,24 @@ MEANING: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"lr_schedule.warmup_steps": 4, "training.steps": 50},
     ),
     "without one it is theirs": ({"max_steps": 10_000}, {"lr_schedule.warmup_steps": 100}),
+    "saves and evaluations by epochs": (
+        {"num_epochs": 1.5, "val_set_size": 0.1, "saves_per_epoch": 4, "evals_per_epoch": 1},
+        {
+            "training.epochs": 1.5,
+            "checkpoint.every_epochs": 0.25,
+            "checkpoint.every_steps": None,
+            "checkpoint.keep_last": 4,
+            "training.eval_every_epochs": 1,
+        },
+    ),
+    "a checkpoint an epoch where nothing is said": (
+        {"evals_per_epoch": 2, "saves_per_epoch": 0},
+        {"checkpoint.every_epochs": 1, "training.eval_every_epochs": None},
+    ),
+    "steps win over a strategy": (
+        {"save_strategy": "epoch", "save_steps": 0.2, "save_total_limit": 0},
+        {"checkpoint.every_steps": 0.2, "checkpoint.keep_last": None},
+    ),
     "a share of epochs": (
         {"num_epochs": 2, "warmup_ratio": 0.1},
         {"lr_schedule.warmup_ratio": 0.1, "training.epochs": 2},
@@ -134,7 +152,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"datasets": [{"path": "a", "type": "chat_template", "roles_to_train": ["user"]}]},
         "write [assistant]",
     ),
-    "a part of an epoch": ({"num_epochs": 0.5}, "add training.steps=N"),
+    "a part of an epoch": ({"num_epochs": "half"}, "write a number"),
     "a number of samples": ({"val_set_size": 50}, "add data.eval_fraction=0.01"),
     "float16": ({"fp16": True}, "add model.dtype=bfloat16"),
     "a row on too many": ({"context_parallel_size": 16}, "add --ranks 16"),

@@ -220,7 +220,7 @@ def test_a_key_of_theirs_on_the_command_line_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_command_line_settles_what_is_refused(tmp_path: Path) -> None:
-    tree = {"base_model": "org/m", "sequence_len": 64, "adapter": "lora", "num_epochs": 0.5}
+    tree = {"base_model": "org/m", "sequence_len": 64, "adapter": "lora", "num_epochs": "half"}
     tree |= {"datasets": [{"path": "a", "type": "oasst"}], "val_set_size": 100}
     outcome, _ = converted(tmp_path, tree, None, tool="axolotl")
     refused = [line for line in outcome.lines() if line.startswith("  ")]

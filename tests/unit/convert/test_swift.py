@@ -60,6 +60,14 @@ MEANING: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"split_dataset_ratio": 0.1, "save_steps": 40},
         {"training.eval_every_steps": 40, "data.eval_fraction": 0.1},
     ),
+    "evaluations come with the epochs of checkpoints": (
+        {"split_dataset_ratio": 0.1, "save_strategy": "epoch"},
+        {"training.eval_every_epochs": 1, "checkpoint.every_epochs": 1},
+    ),
+    "evaluations by steps of checkpoints": (
+        {"split_dataset_ratio": 0.1, "eval_strategy": "steps", "logging_steps": 7},
+        {"training.eval_every_steps": 500, "checkpoint.every_steps": 500},
+    ),
     "a longest length of the model": (
         {"rope_scaling": '{"type": "linear", "factor": 2.0}'},
         {"model.rope_scaling": {"rope_type": "linear", "factor": 2.0}},

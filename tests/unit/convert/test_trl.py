@@ -54,7 +54,28 @@ MEANING: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "another field": ({"dataset_text_field": "body"}, {"data.fields": {"text": "body"}}),
     "a part of the run": (
         {"max_steps": 30, "save_steps": 0.1, "warmup_steps": 0.2},
-        {"checkpoint.every_steps": 3, "lr_schedule.warmup_ratio": 0.2},
+        {"checkpoint.every_steps": 0.1, "lr_schedule.warmup_ratio": 0.2},
+    ),
+    "by epochs": (
+        {"num_train_epochs": 1.5, "save_strategy": "epoch", "save_steps": 9},
+        {
+            "training.epochs": 1.5,
+            "checkpoint.every_epochs": 1,
+            "checkpoint.every_steps": None,
+            "checkpoint.keep_last": None,
+        },
+    ),
+    "evaluations by epochs": (
+        {"eval_strategy": "epoch", "dataset_test_split": "held", "save_total_limit": 3},
+        {"training.eval_every_epochs": 1, "checkpoint.keep_last": 3},
+    ),
+    "the best alone": (
+        {"save_strategy": "best", "eval_strategy": "steps", "eval_steps": 0.25},
+        {
+            "checkpoint.every_steps": None,
+            "checkpoint.keep_best": True,
+            "training.eval_every_steps": 0.25,
+        },
     ),
     "an EOS beside the template's end of a turn": (
         {"eos_token": "<|im_end|>"},

@@ -15,9 +15,16 @@ from tests.support.shapes import TINY
 from uspft.checkpoint.folder import Checkpoint
 from uspft.config import Recipe, load
 from uspft.data.corpus.prepare import prepare
+from uspft.job import Job
 from uspft.prepare.examine import Examined, examine
-from uspft.prepare.make_plan import ranking_of, step_of
-from uspft.prepare.remarks import expert_side, length_of_run, rate_after, too_short
+from uspft.prepare.make_plan import course_of, ranking_of, step_of
+from uspft.prepare.remarks import (
+    expert_side,
+    intervals_told,
+    length_of_run,
+    rate_after,
+    too_short,
+)
 from uspft.training.learning_rate import learning_rate
 
 RECIPES = Path(__file__).parents[3] / "recipes"
@@ -197,6 +204,39 @@ def test_rows_padding_steps_and_epochs_are_told(tmp_path: Path, corpus: Path) ->
     alone = {"steps": 1, "global_batch_size": 1}
     told = length_of_run(recipe(tmp_path, training=alone), corpus, 1)
     assert told == [f"{rows}; 1 step of a row, 0.25 epochs"]
+
+
+def test_when_it_saves_and_evaluates_is_told(tmp_path: Path, corpus: Path) -> None:
+    evaluated = {"train": "x", "eval": "y.jsonl", "sequence_length": 8, "shuffle": False}
+    training = {"epochs": 6.5, "global_batch_size": 3, "eval_every_steps": 0.25}
+    asked = recipe(
+        tmp_path,
+        data=evaluated,
+        training=training,
+        checkpoint={"every_epochs": 0.5, "keep_last": None},
+    )
+    # 26 rows are 9 steps; halves of an epoch end with rows 2, 4, 6, …, 26.
+    course = course_of(asked, corpus)
+    assert course == {"steps": 9, "saved_by_epochs": (1, 2, 3, 4, 5, 6, 7, 8, 9)}
+    assert [*intervals_told(asked, Job(asked, corpus, identity={}, **course))] == [
+        "checkpoints: after every 0.5 epochs (steps 1, 2, 3, …, 9) and at the end; all are kept",
+        "evaluation: y.jsonl, after every 0.25 of all steps (steps 3, 6, 9) and at the end",
+    ]
+    assert [*intervals_told(asked, None)] == [
+        "checkpoints: after every 0.5 epochs and at the end; all are kept",
+        "evaluation: y.jsonl, after every 0.25 of all steps and at the end",
+    ]
+    share = recipe(tmp_path, checkpoint={"every_steps": 0.4})
+    assert [*intervals_told(share, Job(share, corpus, 10, {}))] == [
+        "checkpoints: after every 0.4 of all steps (steps 4, 8) and at the end; "
+        "the newest 2 are kept"
+    ]
+    plain = recipe(tmp_path, data=evaluated)
+    assert [
+        *intervals_told(plain, Job(plain, corpus, identity={}, **course_of(plain, corpus)))
+    ] == [
+        "evaluation: y.jsonl, at the end",
+    ]
 
 
 def test_epochs_that_are_fewer_steps_and_a_warm_up_without_end_are_told(

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from transformers import TrainerState, TrainingArguments
 
 from tests.support.data_cases import TOKENIZER, write_lengths, write_lines
 from uspft.commands.train import summary
@@ -18,7 +20,7 @@ from uspft.config.inputs import DataBlock, Source
 from uspft.data.corpus.corpus import Corpus
 from uspft.data.corpus.prepare import prepare_sets
 from uspft.data.faults import DataError
-from uspft.job import Job
+from uspft.job import Job, intervals
 from uspft.metrics import Best, Journal, RunDisplay
 from uspft.model import loss
 from uspft.model.loss import Head
@@ -184,6 +186,24 @@ def test_a_fault_of_a_set_names_its_own_key(tmp_path: Path) -> None:
     data = DataBlock(train=str(good), eval=str(long), sequence_length=16)
     with pytest.raises(DataError, match=r"long\.jsonl:2: 17 tokens, a row has 16; set data\.over"):
         prepare_sets(data, None, 100_000, tmp_path / "cache")
+
+
+@pytest.mark.parametrize("steps", [1, 7, 95, 1000])
+def test_a_share_of_all_steps_is_that_of_transformers(tmp_path: Path, steps: int) -> None:
+    args = TrainingArguments(tmp_path, save_strategy="steps", eval_strategy="steps")
+    for every in (0.1, 0.25, 0.3, 1 / 3, 1, 40):
+        args.save_steps, state = every, TrainerState()
+        state.compute_steps(args, steps)
+        want = [step for step in range(1, steps + 1) if step % state.save_steps == 0]
+        assert list(intervals(every, steps)) == want, every
+    assert list(intervals(None, steps)) == []
+
+
+def test_ranks_are_told_of_the_steps_that_save_and_evaluate(tmp_path: Path) -> None:
+    job = Job(recipe(tmp_path), tmp_path / "c", 900, {}, saved_by_epochs=(3, 7), resume_from=None)
+    job.write(tmp_path)
+    assert Job.read(tmp_path).saved_steps == (3, 7) and job.saves == 3
+    assert list(replace(job, saved_by_epochs=()).saved_steps) == [500]
 
 
 def test_ranks_are_told_of_the_sets(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 from uspft.data.chat.spans import PLACEHOLDER, SpanUnknown, Turn, all_but, turn_spans
 from uspft.data.chat.template import ChatTemplate
 from uspft.data.faults import SampleFault, a_kind
-from uspft.data.records.known_fields import PROTOCOL, REFUSED_KEYS, THOUGHTS, TURN_KEYS
+from uspft.data.records.known_fields import OF_PROMPT, PROTOCOL, REFUSED_KEYS, THOUGHTS, TURN_KEYS
 from uspft.data.records.values import as_given
 from uspft.data.samples import Record, Rendered, Spans
 
@@ -126,6 +126,8 @@ def _trained(turns: list[Turn], answers: list[int], train_on: str) -> list[int]:
     trains = set(answers[-1:] if train_on == "last" else answers)
     for i, turn in enumerate(turns):
         weight = turn.get("weight")
+        if weight == OF_PROMPT:
+            weight = None if train_on == "all" else 0
         if weight is None:
             continue
         if i not in answers and bool(weight) != (train_on == "all"):

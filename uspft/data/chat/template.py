@@ -343,6 +343,9 @@ def template_notes(template: ChatTemplate, backend: Any) -> list[str]:
     if end := max(ends, default="", key=len):  # the special token after the marks
         what = f"the chat template's marks end before {end}, which does not train"
         found.append(f"{what}; put {{% endgeneration %}} behind it to train it")
+    if template.text_of(_PROBE) and not turn_ends(template):
+        what = "the chat template ends an answer with no special token, and nothing teaches to stop"
+        found.append(f"{what}; name a data.chat_template whose marks hold one behind each answer")
     if template.writes_today:
         what = "the chat template writes the day (strftime_now), so that tokens are of today"
         found.append(f"{what}; tomorrow the data is tokenised anew")

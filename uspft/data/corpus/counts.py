@@ -183,7 +183,8 @@ class Tally:
         data, most = self._data, self._data.train[source].max_tokens
         if data.overlong == "truncate":
             length = min(length, data.sequence_length)
-        if most is None or self.tokens[source] + length <= most:
+        dropped = data.overlong == "drop" and length > data.sequence_length
+        if most is None or dropped or self.tokens[source] + length <= most:
             return True
         if not self.samples[source]:
             key = "data.train" if len(data.train) == 1 else f"data.train[{source}]"

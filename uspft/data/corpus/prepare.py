@@ -290,7 +290,7 @@ def hold_out(folder: Path, recipe: Recipe) -> tuple[Path, Path]:
     whole = read_report(folder)
     found = []
     for part, chosen in (("trained", ~held), (HELD_OUT, held)):
-        named = [folder.name, fraction, recipe.seed, part, recipe.data.sequence_length, "mixed"]
+        named = [folder.name, fraction, recipe.seed, part, recipe.data.sequence_length, "once"]
         place = folder.with_name(hashed(named))
         if not place.exists():
             more = {**whole, "held_out": count} if part != HELD_OUT else {}
@@ -320,9 +320,10 @@ def _copy(
             what = f"leaves {len(samples):,} samples without a trained token on one side"
             raise wrong_key(KEY, what, "write another fraction, or another seed")
         bounds = [np.searchsorted(samples, (s.first, s.stop)).tolist() for s in corpus.sources]
-        # The shares of the sources apply to the training samples that remain.
+        # The shares of the sources apply to the training samples that remain; evaluation takes each
+        # held-out sample once.
         tokens = [sum(lengths[first:stop]) for first, stop in bounds]
-        times = mixed(data.train, tokens)
+        times = mixed(data.train, tokens) if whole else [1.0] * len(bounds)
         spans = [
             SourceSpan(first, stop, often)
             for (first, stop), often in zip(bounds, times, strict=True)

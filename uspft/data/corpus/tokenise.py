@@ -22,7 +22,7 @@ import numpy as np
 from tokenizers.decoders import ByteLevel
 from tokenizers.pre_tokenizers import ByteLevel as Alphabet
 
-from uspft.config.problems import Finding, said
+from uspft.config.problems import Finding, counted, said
 from uspft.data.chat.rendering import render
 from uspft.data.chat.spans import all_but
 from uspft.data.chat.template import (
@@ -36,6 +36,8 @@ from uspft.data.faults import DataError, SampleFault, wrong_key
 from uspft.data.samples import NOT_TRAINED, Record, Rendered, Sample, Spans
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from uspft.config.inputs import DataBlock
 
 KEY = "model.tokenizer"
@@ -247,7 +249,21 @@ def given(record: Record, vocab_size: int) -> Sample:
         if label != NOT_TRAINED and not 0 <= label < vocab_size:
             raise SampleFault(f"labels holds {label}; write -100 or an id in {allowed}")
     arrays = np.array(ids, np.int32), np.array(labels, np.int32)
-    return _begun(Sample(*arrays, record.origin, record.unused))
+    lost = _others(*arrays) if labels is not ids else ""
+    return _begun(Sample(*arrays, record.origin, record.unused, lost))
+
+
+def _others(ids: NDArray[np.int32], labels: NDArray[np.int32]) -> str:
+    """Return a phrase that counts the labels that are another token's; empty without any.
+
+    Raises SampleFault where each is the next token's: they are shifted when rows are made.
+    """
+    others = np.count_nonzero((labels != NOT_TRAINED) & (labels != ids))
+    trained = np.flatnonzero(labels[:-1] != NOT_TRAINED)
+    if others and len(trained) and (labels[trained] == ids[trained + 1]).all():
+        remedy = "write each at its own token, since they are shifted here"
+        raise SampleFault(f"labels are shifted: each is the token behind it; {remedy}")
+    return f"{counted(int(others), 'label')} other than the token's own id" if others else ""
 
 
 def _begun(sample: Sample) -> Sample:

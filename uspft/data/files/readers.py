@@ -19,7 +19,7 @@ from uspft.data.faults import BadRecord, SampleFault, a_kind, place
 from uspft.data.files.decoding import A_MARK, BOM, not_utf8, nul, opened, other_kind
 from uspft.data.files.megatron import documents
 from uspft.data.files.sources import SourceFile
-from uspft.data.files.tables import Columns, HubSplit, tables
+from uspft.data.files.tables import Columns, HubSplit, filled, tables
 from uspft.data.samples import Entry
 
 LONGEST_LINE = 1 << 26
@@ -77,7 +77,7 @@ def _found(content: SourceFile | HubSplit, chosen: Chosen) -> Iterator[Entry | C
     if isinstance(content, HubSplit):
         names = chosen(list(content.dataset.column_names))
         for number, fields in enumerate(content.dataset.select_columns(names), 1):
-            yield Entry(number, fields, 1)
+            yield Entry(number, filled(fields), 1)
     elif content.kind in _TABLES:
         yield from tables(content.path, content.kind, content.shown, chosen)
     elif content.kind == "megatron":

@@ -147,7 +147,24 @@ class Columns:
             if isinstance(fields, SampleFault):
                 yield BadRecord(place(self.shown, line), str(fields))
             else:
-                yield Entry(line, fields, self.size)
+                yield Entry(line, filled(fields), self.size)
+
+
+def filled(record: dict[str, Any]) -> dict[str, Any]:
+    """Return a table's record without the keys of nested objects that are null.
+
+    Arrow gives every object of a column the same keys, so that a call's or a tool's absent keys are
+    null, which a chat template would write.
+    """
+    return {name: _without_nulls(value) for name, value in record.items()}
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nulls(one) for key, one in value.items() if one is not None}
+    if isinstance(value, list) and value and isinstance(value[0], dict | list):
+        return [_without_nulls(one) for one in value]
+    return value
 
 
 def _record(row: pa.Table) -> dict[str, Any] | SampleFault:

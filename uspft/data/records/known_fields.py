@@ -295,6 +295,8 @@ WEIGHT = KnownField(
     also=("loss", "train", "training"),
     tools=(AXOLOTL, SWIFT, OPENAI),
 )
+OF_PROMPT = -1
+"""The weight of an answer inside a prompt, which trains only with `train_on: all`."""
 ROLE = KnownField(
     "role",
     "who speaks; `data.fields: {roles: …}` names others",

@@ -26,11 +26,13 @@ from uspft.data.records.known_fields import (
     FORMATS,
     MASKS,
     NAMES,
+    OF_PROMPT,
     PAIR,
     PREFERENCES,
     REFUSED,
     REJECTED,
     SHAPES,
+    WEIGHT,
     RecordShape,
     Refused,
     is_empty,
@@ -110,10 +112,13 @@ def recognised(fields: Collection[str], asked: Naming) -> RecordShape:
     shown = ", ".join(in_yaml(name) for name in fields if isinstance(name, str)) or "none"
     if fitting:
         names = " and ".join(shape.name for shape in fitting)
-        formats = " or ".join(dict.fromkeys(shape.formats[0] for shape in fitting))
-        raise SampleFault(
-            f"the shapes {names} all fit the fields {shown}; set data.format to {formats}"
-        )
+        formats = list(dict.fromkeys(shape.formats[0] for shape in fitting))
+        remedy = f"set data.format to {' or '.join(formats)}"
+        if len(formats) == 1:
+            others = dict.fromkeys(name for shape in fitting[1:] for name in shape.required)
+            left = ", ".join(f"{one}: null" for one in others if one not in fitting[0].required)
+            remedy = f"write data.fields: {{{left}}} to take {fitting[0].name}"
+        raise SampleFault(f"the shapes {names} all fit the fields {shown}; {remedy}")
     wanted = "no shape" if asked.format == "auto" else f"no shape of {asked.format}"
     raise SampleFault(f"{wanted} has the fields {shown}; {mapping(fields, asked)}")
 
@@ -332,7 +337,7 @@ def _halves(prompt: Any, completion: Any, asked: Naming) -> list[Any]:
         told = isinstance(given, list)
         halves.append(our_turns(given, asked) if told else [{"role": role, "content": half}])
     masked = [
-        {"weight": 0, **turn}
+        {WEIGHT.name: OF_PROMPT, **turn}
         if isinstance(turn, dict) and turn.get("role") == "assistant"
         else turn
         for turn in halves[0]

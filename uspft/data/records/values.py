@@ -55,8 +55,9 @@ def keys_of(turn: Fields, asked: Naming) -> tuple[str, str]:
 
 
 def our_turns(turns: Any, asked: Naming) -> Any:
-    """Return turns with our keys and roles, without keys that are null; other values stay as they
-    are. Raises SampleFault if a turn asks for something that is not supported."""
+    """Return turns with our keys and roles, without keys that are null and empty lists of calls;
+    other values stay as they are. Raises SampleFault if a turn asks for something that is not
+    supported."""
     if not isinstance(turns, list):
         return turns
     return [
@@ -75,7 +76,9 @@ def _turn(turn: Fields, asked: Naming, here: str) -> Fields:
     found = {
         key: value
         for key, value in turn.items()
-        if key not in (role_key, content_key) and value is not None
+        if key not in (role_key, content_key)
+        and value is not None
+        and not (key == CALLS.name and value == [])
     }
     if content_key in turn:
         found = {"content": turn[content_key], **found}

@@ -3,11 +3,13 @@ the same on every machine."""
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, bisect_right, insort
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from fractions import Fraction
+from itertools import count, pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -24,6 +26,13 @@ if TYPE_CHECKING:
     from uspft.config.inputs import DataBlock
 
 WINDOW_SAMPLES = 4096
+PARTS = 10**6
+"""Into how many parts an epoch is divided at most."""
+
+
+def exactly(epochs: float | Fraction) -> Fraction:
+    """Return the fraction that a decimal stands for, such as 1/3 for 0.3333333333333333."""
+    return Fraction(epochs).limit_denominator(PARTS)
 
 
 @dataclass(frozen=True)
@@ -146,18 +155,33 @@ class RowStream:
     def rows_in_epoch(self, epoch: int) -> int:
         return self._plan(0 if self._same_count else epoch).rows
 
-    def rows_in(self, epochs: int) -> int:
-        """Return the total number of rows of the first `epochs` epochs."""
+    def rows_in(self, epochs: float | Fraction) -> int:
+        """Return the total number of rows of the first `epochs` epochs; a part of an epoch has its
+        first rows, rounded up."""
+        whole, part = divmod(exactly(epochs), 1)
         if self._same_count:
-            return epochs * self.rows_in_epoch(0)
-        while len(self.ends) < epochs:
-            before = self.ends[-1] if self.ends else 0
-            self.ends.append(before + self.rows_in_epoch(len(self.ends)))
-        return self.ends[epochs - 1] if epochs else 0
+            before = whole * self.rows_in_epoch(0)
+        else:
+            while len(self.ends) < whole:
+                self.ends.append((self.ends or [0])[-1] + self.rows_in_epoch(len(self.ends)))
+            before = self.ends[whole - 1] if whole else 0
+        return before + math.ceil(part * self.rows_in_epoch(whole)) if part else before
 
-    def steps_in_epochs(self, epochs: int, rows_per_step: int) -> int:
+    def steps_in_epochs(self, epochs: float | Fraction, rows_per_step: int) -> int:
         """Return ceil(rows ÷ rows_per_step) for so many epochs; the last step may be shorter."""
         return -(-self.rows_in(epochs) // rows_per_step)
+
+    def steps_of_ends(self, epochs: float, rows_per_step: int, steps: int) -> tuple[int, ...]:
+        """Return those of a run's steps that train the last row of an interval of `epochs`
+        epochs."""
+        each, found = exactly(epochs), dict[int, None]()
+        for number in count(1):
+            step = self.steps_in_epochs(number * each, rows_per_step)
+            if step <= steps:
+                found[step] = None
+            if step >= steps:
+                break
+        return tuple(found)
 
     def epochs_after(self, index: int) -> float:
         """Return how many epochs are used up after the row at an index."""

@@ -30,7 +30,7 @@ def at_home(tape: LayerTape, out: Tensor, size: float, how: Sharing | StateHeads
     """Return the output of all heads for this rank's tokens, after the all-to-all back. size: its
     bytes."""
     (out,) = in_order(tape, [out], how)
-    return tape.remade(out, size, beside=out.size, back=out.size)
+    return tape.received(out, size, out.size)
 
 
 def in_order(tape: LayerTape, parts: list[Tensor], how: Sharing | StateHeads) -> list[Tensor]:

@@ -71,11 +71,6 @@ def _chosen(tape: LayerTape, logits: Tensor, s: LayerSizes, of: Experts) -> tupl
     return Tensor(index.size, index), scores
 
 
-def _taken(tape: LayerTape, x: Tensor, size: float, index: object) -> Tensor:
-    """Return rows of x selected by an index, which is saved for the backward."""
-    return tape.remade(x, size, back=x.size, keeps=[index])
-
-
 class ExpertsMemory:
     """The experts of a layer, with expert and tensor parallelism, and in tiles if asked for."""
 
@@ -120,8 +115,8 @@ class ExpertsMemory:
         x, _, scores = parts
         e, choices = s.element, x.size / s.element / s.hidden * of.met
         sorted_ids, order = tape.new(INDEX * choices), tape.new(INDEX * choices)
-        selected = _taken(tape, x, e * choices * s.hidden, tape.new(INDEX * choices))
-        factors = _taken(tape, scores, scores.size, order)
+        selected = tape.taken(x, e * choices * s.hidden, tape.new(INDEX * choices))
+        factors = tape.taken(scores, scores.size, order)
         counted = tape.new(INDEX / 2 * choices)
         biases = tape.new(e * choices * 2 * of.inner) if s.kind.clamped else None
         made = self._bent(self._product(selected))
@@ -130,7 +125,7 @@ class ExpertsMemory:
         made = self._product(made, out=True)
         weighted = tape.multiplied(made, factors, _score(s) * choices * s.hidden)
         back = tape.new(INDEX * choices)
-        weighted = _taken(tape, weighted, weighted.size, back)
+        weighted = tape.taken(weighted, weighted.size, back)
         total = tape.remade(weighted, weighted.size / of.met)
         del sorted_ids, counted
         return total if total.size == x.size else tape.remade(total, x.size)
@@ -151,7 +146,7 @@ class ExpertsMemory:
         del chosen
         row, slot = tape.new(one), tape.new(one)
         del found
-        selected = _taken(tape, x, e * pairs * s.hidden, row)
+        selected = tape.taken(x, e * pairs * s.hidden, row)
         made = self._product(selected)
         del selected
         made = self._biased(made)
@@ -159,12 +154,14 @@ class ExpertsMemory:
         made_of = self._product(inner, out=True)
         del made, inner
         made_of = self._biased(made_of)
-        factors = _taken(tape, scores, scores.size / rows / of.met * pairs, slot)
+        factors = tape.taken(scores, scores.size / rows / of.met * pairs, slot)
         weighted = tape.multiplied(made_of, factors, _score(s) * pairs * s.hidden)
         del made_of, factors
         wide = weighted if _score(s) == WIDE else tape.remade(weighted, WIDE * pairs * s.hidden)
         size = WIDE * rows * s.hidden
-        total = tape.remade(wide, size, beside=size, keeps=[row])  # summed for each row
+        # Summed for each row: added to zeros, and in the backward selected.
+        moves = wide.size + 3 * size, 2 * wide.size
+        total = tape.remade(wide, size, beside=size, keeps=[row], moves=moves)
         del order, index, expert
         return total if e == WIDE else tape.remade(total, x.size)
 
@@ -215,6 +212,7 @@ class ExpertsMemory:
         takes, gives = (of.inner, s.hidden) if out else (s.hidden, 2 * of.inner)
         size, each = x.size / takes, float(s.element * (of.number // of.ranks))
         made = tape.linear(x, size * gives, each * takes * gives, trains=self._trained[out])
+        tape.moves(5 * made.size * s.kind.clamped)  # the experts' biases are selected and added
         if not self._adapted[out]:
             return made
         each *= s.rank

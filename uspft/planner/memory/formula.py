@@ -110,8 +110,7 @@ def memory_of_ranks(
         of_pass = replace(of_pass, keys=tuple(map(chunk_keys, layers_of(*of, options))))
         batch *= 2 * row_tokens / largest  # whole, and chunk by chunk
     stages = stages_of(shape, DrawnRows.whole(row_tokens), layout.pipeline, options)
-    of_passes = options.micro_batch * layout.data
-    passes = -(-(options.step_rows or ROUNDS * stages.ranks * of_passes) // of_passes)
+    passes = options.passes(layout) if options.step_rows else ROUNDS * stages.ranks
     found, met, shares = list[Memory](), set[object](), [tokens / largest for tokens in chunks]
     kinds = kinds_of_layers(shape, options.lora, options.freeze)
     layers = [

@@ -149,7 +149,7 @@ class GroupMemory(ABC):
         x = one.norm(x, self._before)
         if not self.sizes.gathers:
             return x
-        return self.tape.remade(self.tape.viewed(x), one.sizes.inside_bytes())
+        return self.tape.received(self.tape.viewed(x), one.sizes.inside_bytes())
 
     @property
     def _tile_out(self) -> float:
@@ -180,7 +180,7 @@ class GroupMemory(ABC):
             one = self._part(BEHIND)
             made = self._projected(one, wanted=False)
             if self.sizes.gathers:
-                made = self.tape.remade(made, self._tile.between_bytes())
+                made = self.tape.received(made, self._tile.between_bytes())
             made = one.norm(made, self._behind)
             if self.sizes.whole_first:
                 self.tape.added(made, made)

@@ -169,7 +169,7 @@ class Layer:
             return x
         if not s.splits_tokens:
             return tape.copied(x)
-        return tape.remade(tape.viewed(x), s.between_bytes())
+        return tape.received(tape.viewed(x), s.between_bytes())
 
     def taken(self, x: Tensor, out: Tensor) -> Tensor:
         """Return the output projection's input. x: the block's input, of which gates are projected.
@@ -348,7 +348,7 @@ def enter(tape: LayerTape, sizes: LayerSizes, x: Tensor) -> Tensor:
         return x
     if not sizes.splits_tokens:
         return tape.viewed(x)
-    return tape.remade(tape.viewed(x), x.size / sizes.between * sizes.sharing.tokens)
+    return tape.received(tape.viewed(x), x.size / sizes.between * sizes.sharing.tokens)
 
 
 def norm(

@@ -52,13 +52,18 @@ class LayerTape(Tape):
 
     def added(self, a: Tensor, b: Tensor) -> Tensor:
         """Return a + b."""
-        return self.record((a, b), (a.size,), lambda grads: [grads[0], grads[0]])[0]
+        moves = 3 * a.size, 0.0
+        return self.record((a, b), (a.size,), lambda grads: [grads[0], grads[0]], moves=moves)[0]
 
     def multiplied(self, a: Tensor, b: Tensor, size: float | None = None) -> Tensor:
         """Return a · b, with b possibly broadcast. size: of the product, if b has a wider dtype."""
         sizes, wanted = (a.size, b.size), (a.node, b.node)
         kept = [a.storage if b.node else None, b.storage if a.node else None]
         made = a.size if size is None else size
+        back = 0.0
+        for one, other, wants in ((a, b, a.node), (b, a, b.node)):
+            if wants:  # summed or rounded to its own size, if that is smaller
+                back += 2 * made + other.size + (made + one.size) * (one.size < made)
 
         def backward(grads: GradientStorages) -> GradientStorages:
             of_a = self.new(made) if wanted[0] else None
@@ -71,7 +76,8 @@ class LayerTape(Tape):
                 of_b = self.new(sizes[1])
             return [of_a, of_b]
 
-        return self.record((a, b), (made,), backward, saves=True)[0]
+        read = a.size + b.size * (b.storage is not a.storage)
+        return self.record((a, b), (made,), backward, saves=True, moves=(read + made, back))[0]
 
     def remade(
         self,
@@ -81,12 +87,14 @@ class LayerTape(Tape):
         beside: float = 0.0,
         back: float = 0.0,
         keeps: Sequence[object] = (),
+        moves: tuple[float, float] | None = None,
     ) -> Tensor:
-        """Return the result of an operation on x that allocates a new gradient: a cast, a product
-        with a number, or a transfer.
+        """Return the result of an operation on x that allocates a new gradient, such as a cast or a
+        product with a number.
 
         size: of the result; None: that of x. beside, back: the bytes of temporary buffers, forward
-        and backward. keeps: what the backward saves.
+        and backward. keeps: what the backward saves. moves: as of `record`; None: x and the result,
+        and in the backward their gradients.
         """
         before = x.size
 
@@ -97,14 +105,25 @@ class LayerTape(Tape):
             return [found]
 
         buffer = self.new(beside)
-        sizes = [before if size is None else size]
-        made = self.record((x,), sizes, backward, saves=bool(keeps), keeps=keeps)[0]
+        made = before if size is None else size
+        moves = moves or (before + made, made + before)
+        (out,) = self.record((x,), (made,), backward, saves=bool(keeps), keeps=keeps, moves=moves)
         del buffer
-        return made
+        return out
+
+    def taken(self, x: Tensor, size: float, *index: object) -> Tensor:
+        """Return rows of x selected by an index, which is saved for the backward; that adds their
+        gradients to zeros."""
+        moves = 2 * size, 3 * x.size + size
+        return self.remade(x, size, back=x.size, keeps=index, moves=moves)
+
+    def received(self, x: Tensor, size: float, beside: float = 0.0) -> Tensor:
+        """Return what a transfer of x makes. beside: the bytes of a buffer in each direction."""
+        return self.remade(x, size, beside=beside, back=beside, moves=(0.0, 0.0))
 
     def copied(self, x: Tensor) -> Tensor:
         """Return a copy of x, whose gradient is passed through."""
-        return self.record((x,), (x.size,), lambda grads: grads)[0]
+        return self.record((x,), (x.size,), lambda grads: grads, moves=(2 * x.size, 0.0))[0]
 
     def flattened(self, x: Tensor) -> Tensor:
         """Return a view of all of x, whose gradient is a view too."""
@@ -139,13 +158,14 @@ class LayerTape(Tape):
         by = matrix or self.parameter(trains)
         kept = (x.storage if by.node else None), (by.storage if x.node else None)
         before, wants, trains = x.size, x.node, bool(by.node)
+        moves = 0.0, size * bool(bias and trains)  # the bias's gradient is the sum of the output's
 
         def backward(grads: GradientStorages) -> GradientStorages:
             of_weight = self.new(weight + bias) if trains else None
             found = self.new(before) if wants else None
             return [found, of_weight]
 
-        return self.record((x, by), (size,), backward, saves=True, keeps=kept)[0]
+        return self.record((x, by), (size,), backward, saves=True, keeps=kept, moves=moves)[0]
 
     def rms_norm(
         self, x: Tensor, wide: float, number: float, how: NormKind, *, trains: bool
@@ -178,7 +198,11 @@ class LayerTape(Tape):
         squares = self.new(before)
         made, keeps = [self.new(size)], [held, self.new(size * how.powered)]
         del squares
-        return self.record((x,), (size,), backward, saves=True, keeps=keeps, made=made)[0]
+        # forward: squared, their mean, plus ε, the root's reciprocal
+        moves = 3 * before + 5 * size, 8 * (before + size)
+        return self.record(
+            (x,), (size,), backward, saves=True, keeps=keeps, made=made, moves=moves
+        )[0]
 
     def turned(self, x: Tensor, by: Angles, wide: float = 1.0) -> Tensor:
         """Apply rotary embeddings to queries or keys, x · cos + rotate_half(x) · sin. wide: the
@@ -219,8 +243,9 @@ class LayerTape(Tape):
         return self.joined([a, b])
 
     def _subtracted(self, a: Tensor, b: Tensor) -> Tensor:
-        size = a.size
-        return self.record((a, b), (size,), lambda grads: [grads[0], self.new(size)])[0]
+        size, moves = a.size, (3 * a.size, 2 * a.size)
+        negated = lambda grads: [grads[0], self.new(size)]  # noqa: E731
+        return self.record((a, b), (size,), negated, moves=moves)[0]
 
     def sliced(self, x: Tensor, size: float) -> Tensor:
         """Return a view of a part of x, whose gradient has the size of x."""
@@ -243,19 +268,19 @@ class LayerTape(Tape):
                 then()
             return [self.new(whole)]
 
-        return self.record((x,), sizes, backward, made=made)
+        return self.record((x,), sizes, backward, made=made, moves=(0.0, whole + sum(sizes)))
 
     def gated(self, x: Tensor) -> Tensor:
         """Return the sigmoid or softmax of x, whose backward saves the output."""
-        size, made = x.size, [self.new(x.size)]
-        return self.record(
-            (x,), (size,), lambda grads: [self.new(size)], saves=True, keeps=made, made=made
-        )[0]
+        size, made, moves = x.size, [self.new(x.size)], (2 * x.size, 3 * x.size)
+        back = lambda grads: [self.new(size)]  # noqa: E731
+        return self.record((x,), (size,), back, saves=True, keeps=made, made=made, moves=moves)[0]
 
     def joined(self, parts: Sequence[Tensor]) -> Tensor:
         """Return the concatenation of tensors, whose gradients are views."""
         size, number = sum(one.size for one in parts), len(parts)
-        return self.record(parts, (size,), lambda grads: grads * number)[0]
+        moves = 2 * size, 0.0
+        return self.record(parts, (size,), lambda grads: grads * number, moves=moves)[0]
 
     def _half_turned(self, x: Tensor) -> Tensor:
         size = x.size
@@ -273,7 +298,8 @@ class LayerTape(Tape):
         negative = self.new(size / 2)
         made = [self.new(size)]
         del negative
-        return self.record((x,), (size,), backward, made=made)[0]
+        # half of it negated; in the backward each half written into zeros, and the sum of both
+        return self.record((x,), (size,), backward, made=made, moves=(3 * size, 7 * size))[0]
 
     def tiled(
         self,
@@ -292,7 +318,7 @@ class LayerTape(Tape):
         """
         sizes, wanted = [one.size for one in inputs], [one.node for one in inputs]
         held = [one.storage for one in inputs]
-        made = [self.new(inputs[0].size)]
+        made, filled = [self.new(inputs[0].size)], sum(one.size for one in inputs if one.node)
 
         def parts(share: float) -> list[Tensor]:
             each = zip(sizes, held, wanted, strict=True)
@@ -306,8 +332,10 @@ class LayerTape(Tape):
             sums: list[Storage] = []
             last: list[Storage | None] = []  # Python's loop keeps a reference to a tile's gradients
             # The second tile, which may be the shorter last one, stands for all later ones.
-            for of_tile in (share, min(share, 1 - share)) if share < 1 else (share,):
-                with self.apart(collects=True) as parameters:
+            rest = min(share, 1 - share)
+            later = (1 - share) / rest if rest else 0.0
+            for of_tile, number in ((share, 1.0), (rest, later))[: 2 if rest else 1]:
+                with self.alike(number), self.apart(collects=True) as parameters:
                     tile = parts(of_tile)
                     out = module(tile)
                     if out.node:
@@ -323,11 +351,15 @@ class LayerTape(Tape):
                 del whole
             if wide > 1:
                 sums += [self.new(size) for size in sizes_of]
+            # The first tile's gradients are cast, the later ones' added, and the sum is cast back.
+            casts = 2 * (1 + wide) * (wide > 1)
+            self.moves(2 * filled + (casts + later * (1 + 2 * wide)) * sum(sizes_of))
             return [*found, None]
 
         out = self.record(
             [*inputs, self.parameter(trains)], (inputs[0].size,), backward, saves=True, made=made
         )
-        with self.no_gradient():
+        with self.alike(1 / share), self.no_gradient():
             module([Tensor(size * share) for size in sizes])  # the output is filled in after saving
+        self.moves(2 * inputs[0].size)
         return out[0]

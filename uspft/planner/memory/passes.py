@@ -9,6 +9,9 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
+from uspft.config.algorithms import WHOLE
+from uspft.families import Blocks, layer_blocks
+from uspft.layout import Layout
 from uspft.planner.memory.copies import LayerOfCopies
 from uspft.planner.memory.experts import logit_bytes
 from uspft.planner.memory.head_groups import LayerInGroups
@@ -18,6 +21,7 @@ from uspft.planner.memory.operations import INDEX, WIDE, LayerTape, NormKind
 from uspft.planner.memory.sizes import LayerSizes, index_bytes, layers_of
 from uspft.planner.memory.states import StateLayer
 from uspft.planner.memory.tape import GradientStorages, Tensor
+from uspft.planner.options import RECOMPUTES, Options
 from uspft.planner.products import head_projection, outside_modules
 from uspft.planner.trained import (
     EMBEDDING,
@@ -29,8 +33,6 @@ from uspft.planner.trained import (
 
 if TYPE_CHECKING:
     from uspft.families import ModelShape
-    from uspft.layout import Layout
-    from uspft.planner.options import Options
 
 _PROJECTION_NORM = "per_layer_projection_norm"
 BATCH_BYTES = 6 * 8
@@ -52,6 +54,9 @@ class LayerBytes:
     """Whether the layer, if not checkpointed, saves no tensor that needs its input's memory."""
     lent: float = 0.0
     """What stays alive until the forward of the last layer has run, for other layers (Gemma 4)."""
+    moved: float = 0.0
+    """What operations read and write, forward and backward, except products, attention and
+    transfers; with groups of heads or copies it is not counted."""
 
 
 class LaterLayers(NamedTuple):
@@ -106,7 +111,7 @@ def layer_bytes(
             tape.backward(out, tape.new(size), received())
             del others
         most = max(forward, tape.most)
-        return LayerBytes(kept, most, kept, lets_go=lets_go, lent=lent - before)
+        return LayerBytes(kept, most, kept, lets_go=lets_go, lent=lent - before, moved=tape.moved)
     with tape.first_run():
         out = layer(hidden[0])
     trains = out.node is not None
@@ -122,7 +127,8 @@ def layer_bytes(
         del others
     held = sum({id(one): one.size for one in tape.stays}.values())
     held += sizes.pair_bytes * sizes.lends
-    return LayerBytes(kept, tape.most, held) if trains else LayerBytes(0.0, tape.most)
+    kept, held = (kept, held) if trains else (0.0, 0.0)
+    return LayerBytes(kept, tape.most, held, moved=tape.moved)
 
 
 @dataclass(frozen=True)
@@ -138,6 +144,8 @@ class HeadSizes:
     norm_trains: bool = True
     capped: bool = False
     """Whether logits have a soft-cap."""
+    scaled: bool = False
+    """Whether logits are multiplied by a constant."""
 
 
 @lru_cache(maxsize=4096)
@@ -159,20 +167,26 @@ def head_bytes(sizes: HeadSizes, *, reached: bool = True) -> LayerBytes:
     if loss.node:
         loss.storage = None
         tape.backward(loss, tape.new(0.0))
-    return LayerBytes(kept, tape.most)
+    return LayerBytes(kept, tape.most, moved=tape.moved)
 
 
 def _loss(tape: LayerTape, sizes: HeadSizes, hidden: Tensor) -> Tensor:
     s = sizes.layer
     e, tokens = s.element, s.sharing.tokens
     tile = min(sizes.tile or tokens, tokens)
-    rows = tape.remade(hidden, back=hidden.size)  # the rows with a target
+    rows = tape.taken(hidden, hidden.size)  # those with a target
     weight = float(s.hidden * sizes.vocabulary)
     labels = tape.new(INDEX * tokens)
     table = Tensor(e * weight / (s.mesh_rows or 1), None, tape.parameter(sizes.trains).node, 0)
     table = all_features(tape, table, s.mesh_rows or 1)
     of_rows = tape.new(rows.size) if rows.node else None
     of_weight = tape.new(WIDE * weight) if sizes.trains else None
+    cast = (e + WIDE) * (e < WIDE)
+    # Of a logit: its maximum, the difference, the exponential, their sum, the probability; a cap
+    # and its slope; a factor and its slope.
+    each = 2 * cast + WIDE * (8 + 19 * sizes.capped + 4 * sizes.scaled)
+    tape.moves(tokens * sizes.vocabulary * each)
+    tape.moves(2 * rows.size * bool(of_rows) + (WIDE + cast) * weight * sizes.trains)
     logits: object = None
     bend: object = None
     scaled: object = None  # a tile's logits, alive until the next tile's are scaled
@@ -201,7 +215,20 @@ def _loss(tape: LayerTape, sizes: HeadSizes, hidden: Tensor) -> Tensor:
         found = [tape.new(one.size) for one in made]
         return [found[0] if rows_train else None, found[-1] if sizes.trains else None]
 
-    return tape.record((rows, table), (0.0,), backward)[0]
+    moves = 0.0, 2 * sum(one.size for one in made)  # times the factor of the loss
+    return tape.record((rows, table), (0.0,), backward, moves=moves)[0]
+
+
+def embedding_moved(sizes: LayerSizes, head: HeadSizes, *, trains: bool, tied: bool) -> float:
+    """Return the bytes that the embedding's look-up reads and writes, forward and backward.
+
+    sizes: of the first layer. trains: whether the embedding does. tied: whether its gradient is
+    added to that of the head.
+    """
+    out, table = sizes.inside_bytes(), sizes.element * sizes.hidden * head.vocabulary
+    # times a constant, and 0 for other ranks' words
+    more = 2 * out * (sizes.kind.scaled + (sizes.tensor > 1))
+    return 2 * out + more + (3 * out + more + table * (1 + 3 * tied)) * trains
 
 
 @lru_cache(maxsize=256)
@@ -232,7 +259,7 @@ def embeddings_bytes(sizes: LayerSizes, table: float, *, reached: bool) -> Layer
     if made.node:
         made.storage = None
         tape.backward(made, tape.new(every), [x])
-    return LayerBytes(kept, tape.most)
+    return LayerBytes(kept, tape.most, moved=tape.moved)
 
 
 def later_layers(kinds: Sequence[LayerSizes]) -> list[LaterLayers]:
@@ -261,6 +288,42 @@ def balance_bytes(head: HeadSizes, routers: Sequence[float]) -> float:
     wide = WIDE / s.element
     gradients = s.inside_bytes() + s.element * s.hidden * head.vocabulary * head.trains
     return (gradients + wide * (sum(routers) + 2 * first)) if first else 0.0
+
+
+class Moved(NamedTuple):
+    """The bytes that the operations of a forward and backward on a rank read and write."""
+
+    per_token: float
+    per_pass: float = 0.0
+
+    def of(self, tokens: float) -> float:
+        return self.per_token * tokens + self.per_pass
+
+
+def moved_bytes(shape: ModelShape, columns: int, options: Options) -> dict[Blocks | None, Moved]:
+    """Return what operations read and write, except products, attention and transfers: the mean of
+    the layers with these blocks, and under None what is outside of the layers.
+
+    columns: the degree of tensor parallelism. Groups of heads and copies are taken to move as much
+    as a plain layer, whichever part of it is recomputed.
+    """
+    plain = replace(options, algorithm=WHOLE, at_once=None, copies=1, recompute=RECOMPUTES[-1])
+    plain = replace(plain, micro_batch=1, first_layers=None, offload_activations=False)
+    layout = Layout(columns, blocks=columns > 1 and options.slices is not None)
+    tokens = 2 * columns * (options.mlp_tile or 1)
+    few, more = (_moved(pass_bytes(shape, layout, n * tokens, plain)[0], shape) for n in (1, 2))
+
+    def linear(few: float, more: float) -> Moved:
+        return Moved((more - few) / tokens, 2 * few - more)
+
+    return {blocks: linear(few[blocks], more[blocks]) for blocks in few}
+
+
+def _moved(one: PassBytes, shape: ModelShape) -> dict[Blocks | None, float]:
+    found: dict[Blocks | None, list[float]] = {None: [one.embedded.moved + one.head.moved]}
+    for blocks, layer in zip(layer_blocks(shape), one.layers, strict=True):
+        found.setdefault(blocks, []).append(layer.moved)
+    return {blocks: sum(every) / len(every) for blocks, every in found.items()}
 
 
 class ChunkKeys(NamedTuple):
@@ -351,6 +414,7 @@ def pass_bytes(
         trains=outside[HEAD] if not shape.tied else outside[EMBEDDING],
         norm_trains=outside[LAST_NORM],
         capped=shape.full.get("final_logit_softcapping") is not None,
+        scaled=shape.full.get("logits_scaling", 1.0) != 1.0,
     )
     loss = head_bytes(head, reached=reached)
     any_head = LayerBytes(0.0, 0.0)
@@ -359,6 +423,9 @@ def pass_bytes(
         any_head = head_bytes(replace(head, layer=one_token), reached=reached)
     tokens = kinds[0].sharing.tokens
     angles = tokens * kinds[0].kind.angle_bytes(shape.head_dim, options.element)
+    embedded = entry.moved + embedding_moved(
+        kinds[0], head, trains=outside[EMBEDDING], tied=shape.tied
+    )
     # Without checkpointing a norm saves its input if that is float32 anyway.
     keeps = tuple((one.recompute or options.element == WIDE) and not offloads for one in kinds)
     trains = [bool(one.trained or one.adapted) for one in kinds]
@@ -369,11 +436,11 @@ def pass_bytes(
     balanced = max(loss.most, balance_bytes(head, routers))
     one = PassBytes(
         tuple(each),
-        LayerBytes(loss.kept, balanced),
+        LayerBytes(loss.kept, balanced, moved=loss.moved),
         any_head,
         kinds[0].between_bytes(),
         float(angles),
-        LayerBytes(stays + entry.kept, stays + entry.most, held=stays + entry.kept),
+        LayerBytes(stays + entry.kept, stays + entry.most, held=stays + entry.kept, moved=embedded),
         offloads,
         tuple(map(bool, keeps)),
         tuple(

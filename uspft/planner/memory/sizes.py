@@ -63,9 +63,7 @@ class Sharing:
     @property
     def widest(self) -> tuple[int, int]:
         """The query and KV heads of the Ulysses rank with most."""
-        shares = split_heads(self.heads, self.kv_heads, self.row.ulysses)
-        heads, kv = (max(b - a for a, b in part) for part in (shares.query, shares.kv))
-        return heads, kv
+        return split_heads(self.heads, self.kv_heads, self.row.ulysses).widest
 
     def bytes(self, heads: float) -> float:
         """Return the bytes of this many heads of this rank's tokens."""
@@ -112,8 +110,7 @@ class StateHeads:
     @property
     def inside(self) -> StateSizes:
         """The heads of the Ulysses rank with most, times the number of Ulysses ranks."""
-        shares = split_heads(self.sizes.values, self.sizes.keys, self.ulysses)
-        values, keys = (max(b - a for a, b in part) for part in (shares.query, shares.kv))
+        values, keys = split_heads(self.sizes.values, self.sizes.keys, self.ulysses).widest
         return self.sizes._replace(keys=self.ulysses * keys, values=self.ulysses * values)
 
     @property

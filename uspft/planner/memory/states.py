@@ -108,7 +108,8 @@ class StateLayer(Layer):
         wide = x if x.size == size else tape.remade(x, size)
         names = "dt_bias", "A_log"
         dt, a = (tape.parameter(self._trains(f"{STATE_LAYER}.{name}")) for name in names)
-        shifted = tape.record((wide, dt), (size,), lambda grads: [grads[0], None])[0]
+        moves = 2 * size, size * bool(dt.node)
+        (shifted,) = tape.record((wide, dt), (size,), lambda grads: [grads[0], None], moves=moves)
         del wide
         soft = tape.remade(shifted, keeps=[shifted.storage])
         del shifted
@@ -176,7 +177,10 @@ def run_rule(tape: LayerTape, parts: list[Tensor], of: StateHeads) -> Tensor:
     else:
         made = [tape.new(out)]
         tape.new(state)
-    output = tape.record(parts, (out,), backward, saves=True, keeps=parts, made=made)[0]
+    moves = 0.0, 2 * sum(sizes)  # a document's gradients are written among those of all tokens
+    (output,) = tape.record(
+        parts, (out,), backward, saves=True, keeps=parts, made=made, moves=moves
+    )
     if output.node and tape.keeps:
         output.node.held += (tape.new(kept_bytes(of)),)
     return output

@@ -1,4 +1,5 @@
-"""A simulation of the memory of an autograd graph's forward and backward, which knows only sizes.
+"""A simulation of an autograd graph's forward and backward, which knows only sizes: of the memory
+that it takes, and of the bytes that its operations read and write.
 
 An operation allocates tensors and declares what its backward saves. The tape keeps saved tensors
 alive as torch's autograd does, runs the backward in torch's order, and records the peak of the
@@ -57,16 +58,21 @@ class TapeNode:
     """Whether a leaf stores its gradient."""
     gradient: Storage | None = None
     held: tuple[object, ...] = ()
+    moves: float = 0.0
+    """The bytes that its backward reads and writes."""
 
     def __lt__(self, other: TapeNode) -> bool:
         return self.number > other.number
 
 
 class Tape:
-    """A recorder of operations, with the bytes that are alive and their peak."""
+    """A recorder of operations, with the bytes that are alive, their peak, and the bytes that
+    operations have read and written."""
 
     def __init__(self) -> None:
-        self.live = self.most = 0.0
+        self.live = self.most = self.moved = 0.0
+        self._alike = 1.0
+        """The number of equal runs, such as those of tiles, for which the current one stands."""
         self.recomputed = False
         """Whether saved tensors were recomputed, and so are freed as soon as they are used."""
         self.stays: list[Storage] = []
@@ -81,8 +87,26 @@ class Tape:
 
     def new(self, size: float) -> Storage:
         """Return a new storage; of 0 bytes if recomputation has already stopped."""
-        ended = self._sizeless or self._saves == self._last_save
-        return Storage(self, 0.0 if ended else size)
+        return Storage(self, 0.0 if self._ended else size)
+
+    @property
+    def _ended(self) -> bool:
+        """Whether recomputation has already stopped."""
+        return self._sizeless or self._saves == self._last_save
+
+    def moves(self, size: float) -> None:
+        """Count bytes that an operation reads and writes."""
+        if not self._ended:
+            self.moved += self._alike * size
+
+    @contextmanager
+    def alike(self, number: float) -> Iterator[None]:
+        """Count what runs within the `with` block as `number` equal runs."""
+        before, self._alike = self._alike, number * self._alike
+        try:
+            yield
+        finally:
+            self._alike = before
 
     def hold(self, *storages: Storage) -> None:
         """Keep alive storages that autograd functions have as attributes, even in a first run."""
@@ -111,21 +135,25 @@ class Tape:
         saves: bool = False,
         keeps: Sequence[object] = (),
         made: Sequence[Storage] | None = None,
+        moves: tuple[float, float] = (0.0, 0.0),
     ) -> list[Tensor]:
         """Return the outputs of an operation.
 
         saves: whether its backward uses saved inputs or outputs. keeps: objects that stay alive
         until its backward has run. made: the outputs' storages, if they are already allocated.
+        moves: the bytes that it reads and writes, forward and backward; none for views, and for
+        products, attention and transfers, which are priced apart.
         """
         needed = any(one.node for one in inputs)
         self._saves += saves and needed
+        self.moves(moves[0])
         storages = list(made) if made is not None else [self.new(size) for size in sizes]
         if not needed:
             return [Tensor(*each) for each in zip(sizes, storages, strict=True)]
         edges = [(one.node, one.slot) for one in inputs] if self.keeps else []
         run = backward if self.keeps else None
         node = self._node(edges, run, outputs=len(storages), saves=saves)
-        node.held = tuple(keeps) if self.keeps else ()
+        node.held, node.moves = tuple(keeps) if self.keeps else (), moves[1]
         each = zip(sizes, storages, range(len(storages)), strict=True)
         return [Tensor(size, storage, node, slot) for size, storage, slot in each]
 
@@ -238,7 +266,11 @@ class _Pending:
         if node not in self._waiting:
             self.waits(node, [None] * node.outputs)
         here = self._waiting[node]
-        here[slot] = gradient if here[slot] is None else self._tape.new(gradient.size)
+        if here[slot] is None:
+            here[slot] = gradient
+            return
+        here[slot] = self._tape.new(gradient.size)
+        self._tape.moves(3 * gradient.size)
 
     def left(self) -> list[tuple[TapeNode, GradientStorages]]:
         """Return the operations that are left, and their gradients."""
@@ -254,6 +286,7 @@ class _Pending:
                 node.gradient = given[0] if node.collects else None
                 del given
                 continue
+            self._tape.moves(node.moves)
             found = list(node.backward(given))
             node.backward, node.held = None, ()
             del given

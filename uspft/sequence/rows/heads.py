@@ -39,6 +39,12 @@ class HeadSplit:
     """The KV heads that each member's query heads need. A KV head may be replicated on several
     members, whose gradients are then summed."""
 
+    @property
+    def widest(self) -> tuple[int, int]:
+        """The most query heads and the most KV heads of a member."""
+        query, kv = (max(last - first for first, last in part) for part in (self.query, self.kv))
+        return query, kv
+
     def groups(self, member: int, per_kv: int) -> list[tuple[HeadRange, HeadRange]]:
         """Return a member's heads as (query, KV) ranges, relative to its first ones.
 

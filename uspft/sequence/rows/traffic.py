@@ -126,7 +126,7 @@ def in_turns(heads: Heads, ulysses: int, at_once: int | None) -> tuple[int, int]
 
 def widest_kv(heads: Heads, ulysses: int) -> int:
     """Return the largest number of KV heads on a rank of a Ulysses group."""
-    return max(b - a for a, b in split_heads(heads.query, heads.kv, ulysses).kv)
+    return split_heads(heads.query, heads.kv, ulysses).widest[1]
 
 
 def ring_traffic(parts: RowParts, pair_bytes: int, forwards: int = 1, turns: int = 1) -> Traffic:

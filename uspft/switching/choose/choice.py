@@ -84,7 +84,7 @@ class SwitchingChoice:
             kept = "several layouts in a step" if self.keeps else "one layout"
             static = f"the checkpoint has {kept}; {static}"
         if self.layouts is None:
-            return f"{static}, and no set of several layouts fits"
+            return f"{static}, and no set of several layouts fits these lengths and the memory"
         if self.keeps is not None:
             return f"{static}, and switching {self.switching_seconds:.3g} s"
         if self.switches:

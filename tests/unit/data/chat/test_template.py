@@ -370,7 +370,7 @@ END = "{{ '<|im_end|>' }}"
     [
         (MARKED["chatml"], None),
         (UNMARKED["chatml"] + "{{ date_string or strftime_now('%Y') }}", None),
-        (MARKED["plain"], None),
+        (MARKED["plain"], "ends an answer with no special token, and nothing teaches to stop"),
         (
             MARKED["chatml"].replace(
                 f"{END}{{%- endgeneration -%}}", f"{{%- endgeneration -%}}{END}"

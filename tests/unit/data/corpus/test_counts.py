@@ -43,6 +43,10 @@ def test_a_source_may_be_taken_in_part(tmp_path: Path) -> None:
         corpus = Corpus.open(folder)
         assert corpus.lengths.tolist() == [*lengths, 5, 4, 3, 2, 1], limits
         assert read_report(folder)["read"] == len(corpus)
+    # A sample that is dropped does not end its source: seen to fail.
+    dropping = block(source(path, max_tokens=6), overlong="drop", sequence_length=3)
+    folder = prepare(dropping, None, 10_000, tmp_path / "cache")
+    assert Corpus.open(folder).lengths.tolist() == [3, 2, 1]
     few = block(source(path, max_tokens=4))
     (line,) = faults_of(tmp_path, few, None, 10_000)
     assert line.startswith("data.train.max_tokens: is 4, and the first sample has 5 tokens; ")

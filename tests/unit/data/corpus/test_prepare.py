@@ -58,8 +58,11 @@ def test_samples_are_trained_on_or_held_out(tmp_path: Path) -> None:
             sum(len(corpus.sample(i).ids) for i in range(span.first, span.stop))
             for span in corpus.sources
         ]
-        assert 3 * first.weight * tokens[0] == pytest.approx(last.weight * tokens[1])
-        assert first.weight * tokens[0] + last.weight * tokens[1] == pytest.approx(sum(tokens))
+        if corpus is held:  # each once; seen to fail where some came twice and others never
+            assert (first.weight, last.weight) == (1, 1)
+        else:
+            assert 3 * first.weight * tokens[0] == pytest.approx(last.weight * tokens[1])
+            assert first.weight * tokens[0] + last.weight * tokens[1] == pytest.approx(sum(tokens))
         report = read_report(place)
         assert report["samples"] == len(corpus) and report["tokens"] == len(corpus.tokens)
     assert kept_and_dropped(read_report(whole)) is None

@@ -317,6 +317,12 @@ def test_the_shipped_tokenizer(tmp_path: Path) -> None:
     assert tokenizer.decode(tokenizer.encode(text), clean_up_tokenization_spaces=False) == text
 
 
+def test_labels_of_other_tokens_are_told(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "m.jsonl", [{"input_ids": [1, 2, 3], "labels": [-100, 0, 3]}])
+    report = read_report(prepare(block(path), None, 10, tmp_path / "cache"))
+    assert report["skipped"] == [f"{path}:1: 1 label other than the token's own id"]
+
+
 def test_samples_that_train_nothing_are_named(tmp_path: Path) -> None:
     masked = {"input_ids": [1, 2], "labels": [1, -100]}
     path = write_lines(tmp_path / "m.jsonl", [masked, {"input_ids": [1, 2]}, masked])

@@ -22,6 +22,7 @@ from uspft.data.corpus.prepare import first_look, prepare
 from uspft.data.faults import BadRecord, DataError, SampleFault, place
 from uspft.data.files import readers
 from uspft.data.files.sources import SourceFile, list_files
+from uspft.data.files.tables import loaded
 from uspft.data.samples import Entry
 
 ROWS = [{"prompt": f'a {i},\n"b"', "completion": "漢字 🙂", "id": str(i)} for i in range(600)]
@@ -449,6 +450,18 @@ def test_bytes_of_a_table_that_are_no_text_hide_no_other_record(tmp_path: Path) 
     pq.write_table(pa.table({"text": texts}), path)
     told = ":2: text is not UTF-8 (byte 0xe9); write it again as UTF-8"
     refused_and_skipped(tmp_path, path, told)
+
+
+def test_keys_that_a_tables_objects_have_of_others_are_absent(tmp_path: Path) -> None:
+    """Arrow writes null where another call has the argument: seen to fail, and to train it."""
+    records = [{"calls": [{"name": "f", "arguments": {name: 1}}], "x": None} for name in "ab"]
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.Table.from_pylist(records), path)
+    Dataset.from_list(records).save_to_disk(tmp_path / "saved")
+    (file,), saved = list_files(str(path), "auto"), loaded(source(tmp_path / "saved"))
+    for content in (file, saved):
+        found = readers.objects(content, lambda names: names)
+        assert [one.content for one in found if isinstance(one, Entry)] == records
 
 
 def test_records_of_an_array_are_told_by_their_number(tmp_path: Path) -> None:

@@ -98,6 +98,7 @@ BROKEN = [
     ("tokenized", {"input_ids": [-1, 1]}, "input_ids holds -1"),
     ("tokenized", {"input_ids": [1, 2], "labels": [-100, -1]}, "labels holds -1; write -100"),
     ("tokenized", {"input_ids": [1, 2], "labels": [-100, 10]}, "labels holds 10"),
+    ("tokenized", {"input_ids": [1, 2, 3], "labels": [-100, 3, -100]}, "labels are shifted: each"),
 ]
 
 

@@ -14,6 +14,7 @@ from uspft.data.corpus.corpus import Corpus, read_report
 from uspft.data.corpus.prepare import first_look, prepare
 from uspft.data.faults import BadRecord, DataError, SampleFault
 from uspft.data.files.sources import SourceFile
+from uspft.data.records.known_fields import OF_PROMPT
 from uspft.data.records.reader import read
 from uspft.data.records.shapes import SENTENCES, columns
 from uspft.data.records.values import Naming
@@ -23,7 +24,7 @@ USER, ANSWER = {"role": "user", "content": "Hi"}, {"role": "assistant", "content
 CHAT = {"messages": [USER, ANSWER]}
 PAIR = {"prompt": "Hi", "completion": "Hello"}
 LED = {"messages": [{"role": "system", "content": "Be brief."}, USER, ANSWER]}
-MASKED = {"messages": [USER, {"weight": 0, **ANSWER}, USER, ANSWER]}
+MASKED = {"messages": [USER, {"weight": OF_PROMPT, **ANSWER}, USER, ANSWER]}
 HUMAN, GPT = {"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}
 CALL = {"from": "function_call", "value": '{"name": "look", "arguments": {"at": "it"}}'}
 SEEN = {"from": "observation", "value": "a moon"}
@@ -206,6 +207,11 @@ NEAR: list[tuple[Any, dict[str, Any], str]] = [
     ({"a": 1}, {}, "no shape has the fields a; name them in data.fields"),
     ({"text": "a", "input_ids": [1]}, {}, "text and tokenized all fit the fields text, input_ids"),
     (
+        {"instruction": "a", "output": "b", "prompt": "c", "completion": "d"},
+        {},
+        "write data.fields: {instruction: null, output: null} to take prompt and completion",
+    ),
+    (
         {"conversations": [{"from": "bot", "value": "a"}]},
         {},
         "the role 'bot'; write data.fields: {roles: {bot: assistant}}, or one of",
@@ -297,6 +303,9 @@ def test_the_answers_of_a_prompt_do_not_train(tmp_path: Path) -> None:
     other = Corpus.open(prepare(block(one), str(TOKENIZER), 8192, tmp_path / "c")).sample(0)
     trained, want = (s.ids[s.labels != -100].tolist() for s in (sample, other))
     assert trained == want and len(sample.ids) > 2 * len(trained)
+    every = block(path, train_on="all")
+    sample = Corpus.open(prepare(every, str(TOKENIZER), 8192, tmp_path / "c")).sample(0)
+    assert (sample.labels[1:] == sample.ids[1:]).all()  # the prompt's answer too
 
 
 WITH = {"instruction": "Add {these}.", "input": "2 + 2", "output": "4"}

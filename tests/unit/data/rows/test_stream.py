@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Iterable
+from fractions import Fraction
 from itertools import chain, pairwise
 from pathlib import Path
 
@@ -14,7 +15,15 @@ import pytest
 from tests.support.data_cases import block, source, write_lengths, write_lines
 from uspft.data.corpus.corpus import Corpus
 from uspft.data.corpus.prepare import prepare
-from uspft.data.rows.stream import WINDOW_SAMPLES, Packing, Row, RowStream, best_fit, pack_rows
+from uspft.data.rows.stream import (
+    WINDOW_SAMPLES,
+    Packing,
+    Row,
+    RowStream,
+    best_fit,
+    exactly,
+    pack_rows,
+)
 
 VOCABULARY = 1_000_000
 
@@ -180,6 +189,38 @@ def test_epochs_are_counted_by_the_rows_that_each_has(tmp_path: Path, shuffle: b
     counted = [stream.epochs_after(index) for index in range(sum(rows))]
     want = [epoch + (at + 1) / rows[epoch] for epoch in range(3) for at in range(rows[epoch])]
     assert counted == want and counted[-1] == 3.0
+
+
+@pytest.mark.parametrize("window", [4, 4096])
+def test_parts_of_epochs_end_where_their_last_row_is_trained(
+    tmp_path: Path, window: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Counted row by row, where epochs have different numbers of rows and where they do not."""
+    monkeypatch.setattr("uspft.data.rows.stream.WINDOW_SAMPLES", window)
+    corpus = corpus_of(write_lengths(tmp_path / "a.jsonl", [5, 3, 4, 2, 6, 1, 2, 5] * 4))
+    stream = RowStream(corpus, 8, "best_fit", True, 1)
+    rows = [stream.rows_in_epoch(epoch) for epoch in range(6)]
+    assert (len(set(rows)) > 1) == (window == 4)
+    after = [epoch + Fraction(at + 1, n) for epoch, n in enumerate(rows) for at in range(n)]
+
+    def end(epochs: Fraction) -> int:
+        """How many rows are trained when so many epochs are."""
+        return next(number for number, done in enumerate(after, 1) if done >= epochs)
+
+    for written, exact in ((1.5, "3/2"), (0.1, "1/10"), (1 / 3, "1/3"), (1 / 11, "1/11"), (2, 2)):
+        each, wanted, batch = Fraction(exact), set[int](), 5
+        for number in range(1, int(5 / each) + 1):
+            assert stream.rows_in(number * each) == end(number * each), (written, number)
+            wanted.add(-(-end(number * each) // batch))
+        steps = stream.steps_in_epochs(5, batch)
+        assert stream.steps_of_ends(written, batch, steps) == tuple(sorted(wanted)), written
+    assert stream.steps_of_ends(9.0, 5, stream.steps_in_epochs(5, 5)) == ()
+
+
+def test_a_third_is_a_third() -> None:
+    assert exactly(0.3333333333333333) == Fraction(1, 3) and exactly(0.333) == Fraction(333, 1000)
+    # Seen to fail: 11 × 0.09090909090909091 is more than one epoch.
+    assert 11 * exactly(1 / 11) == 1 < 11 * Fraction(1 / 11)
 
 
 def test_padding_is_what_no_document_fills(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from benchmarks.memory.count import count
 from benchmarks.memory.predicted import predicted
 from tests.support.models import BESIDE_MLP
 from tests.support.pairwise import pairwise
-from tests.support.ranks import spawn
+from tests.support.ranks import alone, spawn
 from tests.support.shapes import TWO_LAYERS, hub
 from uspft.config.algorithms import CONTEXT
 from uspft.config.inputs import ModelBlock
@@ -329,28 +329,16 @@ def config_of(model: str, dtype: str, sizes: dict[str, Any] | None = None) -> An
 
 def counted(rank: int, wanted: list[Case], every_tile: bool, folder: Path) -> dict[Case, Any]:
     """What is counted, in a process that has no process group yet."""
-    torch.distributed.destroy_process_group()
     found = {}
-    for case in wanted:
-        config = config_of(case.model, case.dtype)
-        config.save_pretrained(folder / case.model)
-        layout, algorithm, options = {**LAYOUTS, **COPIES}[case.layout]
-        memory = MemoryBlock(**SAVING[case.saving])
-        row = TOKENS * layout.context
-        trained = TRAINED[case.trained]
-        found[case] = count(
-            config,
-            row,
-            memory,
-            layout,
-            algorithm,
-            rows=case.rows,
-            every_tile=every_tile,
-            trained=trained,
-            **options,
-        )
-    store = torch.distributed.HashStore()
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    with alone():
+        for case in wanted:
+            config = config_of(case.model, case.dtype)
+            config.save_pretrained(folder / case.model)
+            layout, algorithm, options = {**LAYOUTS, **COPIES}[case.layout]
+            memory, trained = MemoryBlock(**SAVING[case.saving]), TRAINED[case.trained]
+            of = {"rows": case.rows, "every_tile": every_tile, "trained": trained}
+            row = TOKENS * layout.context
+            found[case] = count(config, row, memory, layout, algorithm, **of, **options)
     return found
 
 

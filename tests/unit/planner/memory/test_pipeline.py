@@ -43,12 +43,14 @@ class Case(NamedTuple):
     micro_batches: int
     parallel: dict[str, Any] = {}  # noqa: RUF012
     algorithm: str = "ulysses_cp"
+    config: dict[str, Any] = {}  # noqa: RUF012
 
     @property
     def layers(self) -> int:
         return sum(self.schedule.sizes)
 
 
+TIED = {"vocab_size": 4096, "tie_word_embeddings": True}
 PLAIN, GPIPE = Schedule(sizes=(2, 1, 1, 2)), Schedule("gpipe", 1, (3, 2))
 SAVING = {
     **SAVING,
@@ -76,6 +78,14 @@ FEW = {
     "first layer frozen": Case(
         *("llama", "nothing", "last layer", "bfloat16", Layout(pipeline=3)),
         *(Schedule(sizes=(1, 2, 1)), 7),
+    ),
+    "tied": Case(
+        *("llama", "nothing", "all", "bfloat16", Layout(pipeline=3)),
+        *(Schedule(sizes=(2, 2, 1)), 4, {}, "ulysses_cp", TIED),
+    ),
+    "tied, frozen": Case(
+        *("llama", "attention", "last layer", "bfloat16", Layout(2, pipeline=2)),
+        *(Schedule(sizes=(2, 2)), 3, {}, "ulysses_cp", TIED),
     ),
     "some layers checkpointed": Case(
         *("llama", "first layers", "all", "bfloat16", Layout(pipeline=3)),
@@ -129,7 +139,9 @@ def counted(rank: int, folder: Path) -> dict[str, list[int]]:
     torch.distributed.destroy_process_group()
     found = {}
     for name, case in FEW.items():
-        config = config_of(case.model, case.dtype, {"num_hidden_layers": case.layers})
+        config = config_of(
+            case.model, case.dtype, {"num_hidden_layers": case.layers, **case.config}
+        )
         config.save_pretrained(folder / name)
         found[name] = count_stages(
             config,

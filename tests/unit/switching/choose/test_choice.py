@@ -99,7 +99,7 @@ def test_without_a_tail_one_layout_stays() -> None:
 def test_where_no_mix_fits_it_is_the_mix_that_is_said_to_lack() -> None:
     found = choose(setting(400e9), DrawnSteps([64] * 8, 2, 64))
     assert found.layouts is None and sum(one.seconds is not None for one in found.static) > 1
-    assert found.why.endswith(" s a step, and no set of several layouts fits")
+    assert found.why.endswith(", and no set of several layouts fits these lengths and the memory")
 
 
 def test_rows_of_one_sample_are_switched_since_short_rows_have_less_padding() -> None:
