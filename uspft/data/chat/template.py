@@ -215,15 +215,18 @@ class ChatTemplate:
     def arguments(self) -> frozenset[type]:
         """The types of a call's arguments that the template renders as a JSON object: dict, str
         (JSON text), both or none. Neither text that is quoted again nor a dict in Python's notation
-        counts."""
+        counts, nor text beside an object that has a notation of its own (Gemma 4's)."""
         inner = json.dumps({"a": PLACEHOLDER}, ensure_ascii=False)
-        found: set[type] = set()
+        found, plain = set[type](), False
         for given in ({"a": PLACEHOLDER}, inner):
             some = (one for said in ("", None) for one in _calls(given, {"content": said}))
             texts = (self.text_of(one) or "" for one in some)
             text = next((text for text in texts if PLACEHOLDER in text), "")
-            if text and (inner in text if given is inner else "{'a'" not in text):
-                found.add(type(given))
+            if given is inner:
+                counts = inner in text and (dict not in found or plain)
+            else:
+                counts, plain = bool(text) and "{'a'" not in text, inner in text
+            found |= {type(given)} if counts else set()
         return frozenset(found)
 
     @cached_property
@@ -343,6 +346,10 @@ def template_notes(template: ChatTemplate, backend: Any) -> list[str]:
     if end := max(ends, default="", key=len):  # the special token after the marks
         what = f"the chat template's marks end before {end}, which does not train"
         found.append(f"{what}; put {{% endgeneration %}} behind it to train it")
+    prompt = template.text_of([_USER], True) or ""
+    if spans and text.startswith(prompt) and (early := text[spans[-1][0] : len(prompt)]):
+        what = f"the chat template's marks hold {early!r}, which the generation prompt has"
+        found.append(f"{what}, and it trains; put {{% generation %}} behind it")
     if template.text_of(_PROBE) and not turn_ends(template):
         what = "the chat template ends an answer with no special token, and nothing teaches to stop"
         found.append(f"{what}; name a data.chat_template whose marks hold one behind each answer")

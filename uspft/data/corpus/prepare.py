@@ -287,16 +287,24 @@ def hold_out(folder: Path, recipe: Recipe) -> tuple[Path, Path]:
         raise wrong_key(KEY, what, "write another fraction, or name evaluation data in data.eval")
     held = np.zeros(len(corpus), bool)
     held[permutation(len(corpus), recipe.seed, count)[:count]] = True
-    whole = read_report(folder)
-    found = []
+    whole, found = read_report(folder), list[Path]()
     for part, chosen in (("trained", ~held), (HELD_OUT, held)):
         named = [folder.name, fraction, recipe.seed, part, recipe.data.sequence_length, "once"]
         place = folder.with_name(hashed(named))
         if not place.exists():
-            more = {**whole, "held_out": count} if part != HELD_OUT else {}
+            told = {"held_out": count, "mix": _leaks(corpus, held)}
+            more = {**whole, **told} if part != HELD_OUT else {}
             _copy(corpus, np.flatnonzero(chosen), place, recipe.data, more)
         found.append(place)
     return found[0], found[1]
+
+
+def _leaks(corpus: Corpus, held: NDArray[np.bool_]) -> list[str]:
+    """Return a line if samples that are held out have the tokens of samples that are trained on."""
+    hashes = np.array([hash(corpus.sample(i).ids.tobytes()) for i in range(len(corpus))])
+    leaked = int(np.isin(hashes[held], hashes[~held]).sum())
+    said = f"of {counted(int(held.sum()), 'held-out sample')} are trained on too, as equal ones"
+    return [f"{leaked:,} {said}; the eval loss tells less"] if leaked else []
 
 
 def _copy(
@@ -331,7 +339,7 @@ def _copy(
         contents = hashed([corpus.contents, samples.tolist()])
         writer.finish(list(corpus.files), spans, corpus.overlong, contents)
         more = {"read": counts.samples + sum(lost.values()), "held_out": lost["held_out"]}
-        more |= {"mix": mix_lines(data.train, tokens, times)} if whole else {}
+        more |= {"mix": mix_lines(data.train, tokens, times) + whole["mix"]} if whole else {}
         _write_report(aside, counts, more | {name: whole[name] for name in _KEPT if name in whole})
 
 

@@ -241,6 +241,8 @@ def _pair(fields: Fields, shape: RecordShape, asked: Naming) -> tuple[str, Field
     first, last = shape.required
     fields = _opened(fields, first)
     prompt, completion = fields[first], fields[last]
+    if (told := [_told(half) for half in (prompt, completion)]) and all(told):
+        prompt, completion = told
     if asked.prompt:
         _require_instruction(fields, shape, asked)
     if ANSWERS.when(completion):
@@ -270,6 +272,18 @@ def _pair(fields: Fields, shape: RecordShape, asked: Naming) -> tuple[str, Field
     if spaced and prompt and not prompt[-1].isspace():
         prompt += _GAP
     return "prompt_completion", {"prompt": prompt, "completion": completion}
+
+
+def _told(half: Any) -> list[Any]:
+    """Return the turns of which half of a pair is the JSON text, as tables have them, or nothing.
+
+    Only where both halves are such text are they meant: an answer may well be JSON.
+    """
+    try:
+        turns = json.loads(half) if isinstance(half, str) and half.startswith("[{") else []
+    except ValueError:
+        turns = []
+    return turns if all(map(is_turn, turns)) else []
 
 
 def _require_instruction(fields: Fields, shape: RecordShape, asked: Naming) -> None:
@@ -346,9 +360,12 @@ def _halves(prompt: Any, completion: Any, asked: Naming) -> list[Any]:
 
 
 def _chat(fields: Fields, turns: Any) -> Fields:
-    may = FORMATS["messages"][1]
-    given = {name: fields[name] for name in may if fields.get(name) not in (None, "")}
-    found = {name: as_json(name, value) for name, value in given.items()}
+    given = {name: fields.get(name) for name in FORMATS["messages"][1]}
+    found = {
+        name: as_json(name, value)
+        for name, value in given.items()
+        if value is not None and not (isinstance(value, str) and is_empty(value))
+    }
     return {"messages": turns, **found}
 
 

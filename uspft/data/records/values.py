@@ -236,7 +236,9 @@ def check_messages(name: str, value: Any) -> None:
             what = f"{name}[{i}] has the role {turn['role']!r:.40}"
             given = [one.get("role") for one in value if isinstance(one, dict)]
             other = [role for role in dict.fromkeys(map(str, given)) if role not in ROLES]
-            pairs = ", ".join(f"{role:.40}: {LIKELY.get(role, 'one of ours')}" for role in other)
+            likely = {role: [LIKELY[role]] for role in other if role in LIKELY}
+            near = {role: likely.get(role) or get_close_matches(role, ROLES, 1) for role in other}
+            pairs = ", ".join(f"{r:.40}: {(*near[r], 'one of ours')[0]}" for r in other)
             mapped = f"data.fields: {{roles: {{{pairs}}}}}, or "
             remedy = mapped if all(isinstance(role, str) for role in given) else ""
             raise SampleFault(f"{what}; write {remedy}one of {', '.join(ROLES)}")

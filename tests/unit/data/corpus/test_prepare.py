@@ -92,11 +92,23 @@ def test_what_is_trained_on_tells_of_all_that_was_read(tmp_path: Path) -> None:
         "kept": 9,
         "dropped": {"longer than a row": 1, "cannot be used": 1, "held out": 3},
     }
-    assert [line.partition(" of an")[0] for line in trained["mix"]] == [
+    assert [line.partition(" of an")[0] for line in trained["mix"][:2]] == [
         f"{path}: 50.0%",
         f"{other}: 50.0%",
     ]
     assert held["notes"] == [] and not {"mix", "skipped"} & held.keys()
+
+
+def test_samples_that_are_held_out_and_trained_on_are_counted(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "a.jsonl", [{"input_ids": [5, 6, i % 6]} for i in range(12)])
+    asked = recipe(source(path))
+    places = hold_out(prepare(asked.data, None, 10, tmp_path / "cache"), asked)
+    trained, held = (
+        [c.sample(i).ids.tolist() for i in range(len(c))] for c in map(Corpus.open, places)
+    )
+    twice = sum(one in trained for one in held)
+    told = read_report(places[0])["mix"]
+    assert twice and told[-1].startswith(f"{twice} of 3 held-out samples are trained on too")
 
 
 def test_a_fraction_that_leaves_a_side_empty(tmp_path: Path) -> None:

@@ -88,6 +88,11 @@ BROKEN = [
     ),
     ("messages", {**GOOD["messages"], "chat_template_kwargs": "x"}, "JSON; write an object"),
     ("tokenized", {"input_ids": [1], "lables": [1]}, "no field 'lables', but labels; write"),
+    (
+        "messages",
+        {"messages": [{"role": "assitant", "content": "x"}]},
+        "the role 'assitant'; write data.fields: {roles: {assitant: assistant}}, or one of",
+    ),
     ("tokenized", {"input_ids": "1 2"}, "input_ids is a string"),
     ("tokenized", {"input_ids": [1, 2.0]}, "input_ids holds a number (2.0); write integers"),
     ("tokenized", {"input_ids": [1, True]}, "input_ids holds a boolean"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any, get_args
 
@@ -306,6 +307,22 @@ def test_the_answers_of_a_prompt_do_not_train(tmp_path: Path) -> None:
     every = block(path, train_on="all")
     sample = Corpus.open(prepare(every, str(TOKENIZER), 8192, tmp_path / "c")).sample(0)
     assert (sample.labels[1:] == sample.ids[1:]).all()  # the prompt's answer too
+
+
+def test_turns_and_settings_of_a_csv_are_json_text(tmp_path: Path) -> None:
+    """Seen to fail: the JSON itself trained."""
+    path = tmp_path / "a.csv"
+    halves = [json.dumps(one).replace('"', '""') for one in ([USER], [ANSWER])]
+    path.write_text('prompt,completion,tools\n"{}","{}",null\n'.format(*halves))
+    one = write_lines(tmp_path / "b.jsonl", [{"messages": [USER, ANSWER]}])
+    sample, want = (
+        Corpus.open(prepare(block(each), str(TOKENIZER), 8192, tmp_path / "c")).sample(0)
+        for each in (path, one)
+    )
+    assert (sample.ids == want.ids).all() and (sample.labels == want.labels).all()
+    # An answer that is such a text beside a plain question stays a text.
+    (text,) = found(tmp_path, [{"prompt": "a", "completion": json.dumps([ANSWER])}], Naming())
+    assert isinstance(text, Record) and text.format == "prompt_completion"
 
 
 WITH = {"instruction": "Add {these}.", "input": "2 + 2", "output": "4"}
