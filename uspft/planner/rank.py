@@ -383,10 +383,10 @@ def _reason(key: str, first: Ranked, others: Sequence[Ranked], more: bool) -> st
     own = values_of(first.way).get(key)
     best: dict[Any, Ranked] = {}
     if not first.fits:  # others are what would be chosen: of each layout what needs least
-        least: dict[tuple[str, Any], Ranked] = {}
+        needs: dict[tuple[str, Any], Ranked] = {}
         for one in sorted(others, key=lambda one: (one.memory.peak_bytes, _by_seconds(one))):
-            least.setdefault((one.name, values_of(one.way).get(key)), one)
-        others = [*least.values()]
+            needs.setdefault((one.name, values_of(one.way).get(key)), one)
+        others = [*needs.values()]
     for one in sorted(others, key=attrgetter("place")):
         value = values_of(one.way).get(key)
         if value != own:
