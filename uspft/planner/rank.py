@@ -16,6 +16,7 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 from uspft.config.messages import as_written
+from uspft.families import attention_windows
 from uspft.layout import Layout
 from uspft.planner import step as price
 from uspft.planner.attention_step import is_whole
@@ -235,7 +236,8 @@ def ranking(
 
     every = [one(way, search, closely=False) for way in listed]
     order, marked = _in_order(every), [one for one in every if one.own]
-    dealt = step.sample is not None or not all(is_whole(step.row, one) for one in step.windows)
+    windows = attention_windows(step.model)
+    dealt = step.sample is not None or not all(is_whole(step.row, one) for one in windows)
     if dealt or any(way.layout.pipeline > 1 for way in listed):
         given = step if dealt else search
         first = [one(each.way, given, closely=True) for each in islice(order, SHORTLIST)]

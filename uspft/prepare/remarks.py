@@ -18,7 +18,7 @@ from uspft.config.recipe import MemoryBlock
 from uspft.config.strategies import KEY, strategies_of
 from uspft.data.rows.stream import training_rows
 from uspft.engine.deepspeed_config import micro_batches
-from uspft.families import FAMILIES, NO_KEYS, ModelShape, expert_layers, layer_windows
+from uspft.families import FAMILIES, ModelShape, attention_windows, expert_layers
 from uspft.job import Job
 from uspft.layout import Layout
 from uspft.metrics import Journal
@@ -381,7 +381,7 @@ def _brought(recipe: Recipe, layout: Layout, shape: ModelShape | None) -> str:
     if layout.ring == 1 or not shape:
         return ""
     row = Segments.single(recipe.data.sequence_length)
-    cut, windows = _cut(recipe, layout, shape), [w for w in layer_windows(shape) if w != NO_KEYS]
+    cut, windows = _cut(recipe, layout, shape), [*attention_windows(shape).elements()]
     times = sum(cut.brought(row, window) for window in windows) / max(1, len(windows))
     algorithm = recipe.parallel_config.context_parallel_algo
     return f" ({algorithm} sends keys {times:.2f} times as often as for whole rows of one document)"
