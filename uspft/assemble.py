@@ -129,7 +129,11 @@ def assemble(
     else:
         module, pipeline = staged.get(world.layout.pipeline, (module, None))
         options = recipe.optimizer
-        engine = ZeroEngine(module, zero, options, holders, device, pipeline=pipeline)
+        engine = ZeroEngine(
+            *(module, zero, options, holders, device),
+            pipeline=pipeline,
+            switches=len(worlds) > 1,
+        )
     if checkpoint:
         load_state(engine, checkpoint, loader.empty())
     return Run(job, groups, world, loader, evaluation, model, engine, config, checkpoint, refused)

@@ -153,12 +153,12 @@ def work(rank: int, folder: Path, data: Documents) -> dict[Any, Any]:
 
 
 def come_in_other_orders(rank: int, mended: bool, optimizer: Any, together: Any) -> None:
-    """Gradients that come together come in an order of each rank's own, as torch may take them."""
+    """A layer's gradients come in an order of each rank's own, as under different layouts."""
     if mended:
         reduce_in_one_order(optimizer, together)
     take, waiting = optimizer.process_gradients, list[tuple[Any, int]]()
     of = {id(p): some for some in together for p in some}
-    assert len(together) >= 4, "two functions a layer"
+    assert len(together) == 2, "a group for each layer, since ranks run different layouts"
 
     def come(parameter: Any, group: int) -> None:
         some = of.get(id(parameter), [parameter])

@@ -12,6 +12,7 @@ that depends on the stage.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from io import StringIO
@@ -91,11 +92,13 @@ class ZeroEngine(Engine):
         device: torch.device,
         *,
         pipeline: StageRunner | None = None,
+        switches: bool = False,
     ) -> None:
         """Build the engine. config: DeepSpeed's. pipeline: the runner of the module's stages, if it
-        has only some."""
+        has only some. switches: whether ranks may run other layouts at the same time, so that
+        autograd may compute the gradients of a layer in another order on each."""
         _gather_at_once(module)  # type: ignore[arg-type]
-        together = _together(module)  # type: ignore[arg-type]
+        together = _together(module, by_layer=switches)  # type: ignore[arg-type]
         self.module, self.holders, self.device = module, holders, device
         self.averaged = holders.zero.size  # parameters/counting.py
         zero = dict(config["zero_optimization"])
@@ -347,17 +350,30 @@ def _gather_at_once(module: nn.Module) -> None:
             set_z3_leaf_module(part, True)
 
 
+_LAYER = re.compile(r".*?\.layers\.\d+\.")
+"""The prefix of the names of a layer's parameters."""
+
+
 def _in_tiles(part: Any) -> bool:
     """Whether a module works on one tile of tokens after another."""
     runs = part.forward, getattr(getattr(part, "uspft", None), "compute", None)
     return any(isinstance(run, Tiled) for run in runs)
 
 
-def _together(module: nn.Module) -> list[list[nn.Parameter]]:
-    """Return the groups of parameters whose gradients come from one autograd function: those of
-    experts, of tiled modules, and the others of attention in groups of heads."""
+def _together(module: nn.Module, *, by_layer: bool) -> list[list[nn.Parameter]]:
+    """Return the groups of parameters whose gradients come in no fixed order.
+
+    by_layer: whether that holds for all of a layer. Otherwise it holds for those that one autograd
+    function returns: of experts, of tiled modules, and the others of attention in groups of heads.
+    """
     found: list[list[nn.Parameter]] = []
     taken: set[int] = set()
+    layers: dict[str, list[nn.Parameter]] = {}
+    for name, p in module.named_parameters() if by_layer else ():
+        if p.requires_grad and (layer := _LAYER.match(name)):
+            layers.setdefault(layer[0], []).append(p)
+            taken.add(id(p))
+    found += layers.values()
     for name, part in reversed(list(module.named_modules())):  # inner modules first
         experts = any(is_experts(n) for n, _ in part.named_parameters(name, recurse=False))
         if experts or _in_tiles(part) or getattr(part, WHOLE, False):
