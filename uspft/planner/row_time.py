@@ -108,10 +108,11 @@ def _outside_parts(placed: PlacedStep) -> Iterator[StepPart]:
 def _between(placed: PlacedStep, blocks: Blocks | None = None) -> StepPart:
     """Return the element-wise operations of a layer with these blocks; None: those outside of
     layers."""
-    model, columns, how = placed.step.model, placed.layout.mesh_columns, placed.options
+    layout, how = placed.layout, placed.options
+    degrees = layout.mesh_columns, layout.experts
     moved = placed.memo.once(
-        ("between", columns, how.use_seq_parallel, how.slices is None),
-        lambda: moved_bytes(model, columns, how),
+        ("between", *degrees, how.use_seq_parallel, how.slices is None),
+        lambda: moved_bytes(placed.step.model, *degrees, how),
     )
     return StepPart("elementwise", placed.hardware.memory_seconds(moved[blocks].of(placed.tokens)))
 

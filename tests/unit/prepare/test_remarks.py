@@ -231,6 +231,9 @@ def test_when_it_saves_and_evaluates_is_told(tmp_path: Path, corpus: Path) -> No
         "checkpoints: after every 0.4 of all steps (steps 4, 8) and at the end; "
         "the newest 2 are kept"
     ]
+    stops = share.changed(training={"stop_step": 7})
+    (line,) = intervals_told(stops, Job(stops, corpus, 10, {}))
+    assert "(step 4)" in line
     plain = recipe(tmp_path, data=evaluated)
     assert [
         *intervals_told(plain, Job(plain, corpus, identity={}, **course_of(plain, corpus)))
@@ -254,6 +257,19 @@ def test_epochs_that_are_fewer_steps_and_a_warm_up_without_end_are_told(
         "rises to its end; write fewer, or warmup_ratio"
     ]
     assert not [*too_short(rises, 11)]
+
+
+def test_with_strategies_an_epoch_ends_with_its_last_sample(tmp_path: Path) -> None:
+    four = block(write_lengths(tmp_path / "four.jsonl", [4] * 4), sequence_length=8)
+    corpus = prepare(four, None, 10_000, tmp_path / "cache")
+    blocks = {
+        "training": {"epochs": 1.5, "global_batch_size": 2},
+        "checkpoint": {"every_epochs": 1},
+    }
+    strategies = {"strategies": [{"max_length": 4}, {"max_length": 8}]}
+    samples = recipe(tmp_path, parallel_config=strategies, deepspeed={}, **blocks)
+    assert course_of(samples, corpus) == {"steps": 3, "saved_by_epochs": (2,)}
+    assert course_of(recipe(tmp_path, **blocks), corpus) == {"steps": 2, "saved_by_epochs": (1, 2)}
 
 
 def test_with_strategies_samples_are_counted(tmp_path: Path, corpus: Path) -> None:
