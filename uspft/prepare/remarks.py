@@ -202,8 +202,8 @@ def _often(steps: float | None, epochs: float | None, ends: Sequence[int]) -> st
     if steps is None and epochs is None:
         return "at the end"
     if steps and steps >= 1:
-        return f"after every {counted(int(steps), 'step')} and at the end"
-    every = _epochs(epochs) if epochs else f"{steps:.3g} of all steps"
+        return f"after every {counted(int(steps), 'step').removeprefix('1 ')} and at the end"
+    every = _epochs(epochs).removeprefix("1 ") if epochs else f"{steps:.3g} of all steps"
     named = [f"{step:,}" for step in (*ends[:3], *ends[3:][-1:])]
     named[3:3] = ["…"] * (len(ends) > 4)
     which = f" (step{'s' * (len(named) > 1)} {', '.join(named)})" if named else ""

@@ -231,6 +231,12 @@ def test_when_it_saves_and_evaluates_is_told(tmp_path: Path, corpus: Path) -> No
         "checkpoints: after every 0.4 of all steps (steps 4, 8) and at the end; "
         "the newest 2 are kept"
     ]
+    each = training | {"eval_every_steps": 1}
+    often = recipe(tmp_path, data=evaluated, training=each, checkpoint={"every_epochs": 1})
+    assert [*intervals_told(often, None)] == [
+        "checkpoints: after every epoch and at the end; the newest 2 are kept",
+        "evaluation: y.jsonl, after every step and at the end",
+    ]
     plain = recipe(tmp_path, data=evaluated)
     assert [
         *intervals_told(plain, Job(plain, corpus, identity={}, **course_of(plain, corpus)))
