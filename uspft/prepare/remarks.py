@@ -138,12 +138,16 @@ def _rows(recipe: Recipe, layout: Layout) -> Iterator[str]:
     passes, at_once = micro_batches(recipe, layout), micro * layout.data
     if empty := passes * at_once - rows:
         turns = f"{passes} passes" if passes > 1 else "one pass"
-        of = f"{layout.data} replicas, {micro} rows each" if micro > 1 else f"{layout.data} rows"
+        of = f"{layout.data} rows"
+        less = ["use fewer processes"] * (layout.data > 1)
+        if micro > 1:
+            of = f"{counted(layout.data, 'replica')}, {micro} rows each"
+            less.insert(0, "a smaller training.micro_batch_size")
         few = f"{rows} rows a step leave" if rows > 1 else "a row a step leaves"
         yield (
             f"training.global_batch_size: {few} {empty} of {passes * at_once} places empty "
             f"({turns} of {of}), which compute padding; "
-            f"write a multiple of {at_once}, or use fewer processes"
+            f"write a multiple of {at_once}, or {', or '.join(less)}"
         )
 
 
