@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
@@ -141,7 +141,8 @@ class Job:
     @property
     def saved_steps(self) -> Sequence[int]:
         """The steps after which an interval of checkpoints ends."""
-        return self.saved_by_epochs or intervals(self.recipe.checkpoint.every_steps, self.steps)
+        every = self.recipe.checkpoint.every_steps
+        return self._taken(self.saved_by_epochs or intervals(every, self.steps))
 
     @property
     def saves(self) -> int:
@@ -154,7 +155,11 @@ class Job:
     def evaluated_steps(self) -> Sequence[int]:
         """The steps after which an interval of evaluations ends."""
         every = self.recipe.training.eval_every_steps
-        return self.evaluated_by_epochs or intervals(every, self.steps)
+        return self._taken(self.evaluated_by_epochs or intervals(every, self.steps))
+
+    def _taken(self, steps: Sequence[int]) -> Sequence[int]:
+        """Return those of these steps that come before `training.stop_step`, or are it."""
+        return steps[: bisect_right(steps, self.last_step)]
 
     @property
     def here(self) -> Recipe:

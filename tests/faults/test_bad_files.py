@@ -209,6 +209,26 @@ def test_data_whose_contents_differ_from_the_checkpoints(
     found.about("data.train", "other tokens than the checkpoint", "checkpoint.resume=never")
 
 
+def test_losses_on_other_evaluation_data_choose_no_best(
+    ground: Ground, capsys: pytest.CaptureFixture[str], checkpoint: Path
+) -> None:
+    from uspft.__main__ import main
+
+    state = json.loads((checkpoint / "state.json").read_text())
+    state["identity"]["data.eval (contents)"] = ["0123456789abcdef"]
+    (checkpoint / "state.json").write_text(json.dumps(state))
+    evaluated = {"data.eval": ground.recipe["data"]["train"], "training.eval_every_steps": 1}
+    ground.write(evaluated)
+    assert main([str(ground.path)]) == 1 and ground.started, "no best is chosen"
+    ground.started.clear()
+    capsys.readouterr()
+    for key, value in (("checkpoint.keep_best", True), ("training.patience", 2)):
+        ground.write({**evaluated, key: value})
+        found = ground.call(capsys)
+        assert len(found.lines) == 1
+        found.about("data.eval", "other tokens than earlier evaluations", "keep_best false")
+
+
 def test_a_place_to_go_on_from_that_is_none(
     ground: Ground, capsys: pytest.CaptureFixture[str], checkpoint: Path
 ) -> None:

@@ -31,6 +31,9 @@ LOOSE = {
 
 CONTENTS = "data.train (contents)"
 """The key for a hash of the data's tokens, which does not depend on the data's location."""
+EVALUATION = "data.eval (contents)"
+"""The key for the hashes of the evaluation sets' tokens. It is compared only where a run
+chooses the best evaluation, so that the losses to choose from are of the same data."""
 BASE = "the base model (contents)"
 """The key for the digest of the base model, which does not depend on its location."""
 BATCH = "training.global_batch_size"
@@ -75,6 +78,12 @@ def differences(old: dict[str, Any], new: dict[str, Any]) -> list[tuple[str, str
             what = "gives other tokens than the checkpoint was trained on"
             back = "put files, keys of `data`, tokenizer and versions (uspft's too) back"
             found.append(("data.train", what, f"{back}, {anew}"))
+        elif key == EVALUATION and old.get(key, value) != value:
+            what = "gives other tokens than earlier evaluations, whose losses choose the best one"
+            remedy = f"checkpoint.keep_best false and training.patience null, {anew}"
+            found.append(
+                ("data.eval", what, f"put files and keys of `data` back, or write {remedy}")
+            )
         elif key == BASE and old.get(key, value) != value:
             place = "model.config" if new.get("model.config") else "model.name_or_path"
             what = "is another model than the checkpoint was trained on"
@@ -85,7 +94,7 @@ def differences(old: dict[str, Any], new: dict[str, Any]) -> list[tuple[str, str
             remedy = "write strategies" if counts_samples(old) else "leave strategies out"
             what = f"counts {one}, and in the checkpoint's run it counts {other}"
             found.append((key, what, f"{remedy}, {anew}"))
-        elif key not in {BASE, *PLACES} and old.get(key) != value:
+        elif key not in {BASE, EVALUATION, *PLACES} and old.get(key) != value:
             what = f"is {_shown(value)}, and the checkpoint was trained with {_shown(old.get(key))}"
             found.append((key, what, f"write that value, {anew}"))
     return found

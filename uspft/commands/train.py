@@ -40,7 +40,7 @@ from uspft.prepare.examine import examine
 from uspft.prepare.files import held_output, not_written, open_output, output_of, space_finding
 from uspft.prepare.host import Invocation
 from uspft.prepare.make_job import prepare_job
-from uspft.prepare.remarks import intervals_told, length_of_run, rate_after
+from uspft.prepare.remarks import changes_on_resuming, intervals_told, length_of_run
 from uspft.written import (
     ADAPTER,
     EXPORTS,
@@ -97,8 +97,8 @@ def train(target: Path, overrides: Sequence[str], place: Invocation) -> int:
         lines += length_of_run(recipe, job.corpus, job.steps)
         lines += intervals_told(recipe, job)
         if checkpoint:
-            change = rate_after(recipe, checkpoint, job.steps)
-            lines += [f"going on from {checkpoint.folder}", *([change] if change else [])]
+            lines.append(f"going on from {checkpoint.folder}")
+            lines += changes_on_resuming(recipe, checkpoint, job.corpus, job.steps)
         for line in lines:
             screen.print(line, markup=False)
         with tempfile.TemporaryDirectory(prefix="uspft-") as folder:

@@ -3,6 +3,7 @@
 from uspft.families.layers import (
     Blocks,
     StateSizes,
+    attention_windows,
     expert_layers,
     layer_blocks,
     layer_windows,
@@ -19,6 +20,7 @@ __all__ = [
     "Blocks",
     "ModelShape",
     "StateSizes",
+    "attention_windows",
     "check_length",
     "expert_layers",
     "layer_blocks",

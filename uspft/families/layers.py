@@ -3,6 +3,7 @@ recurrent state; experts, or an MLP."""
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import NamedTuple
 
 from uspft.families.shape import ModelShape
@@ -32,12 +33,20 @@ class Blocks(NamedTuple):
 
 def layer_blocks(shape: ModelShape) -> tuple[Blocks, ...]:
     """Return the blocks of each layer."""
+    if found := shape.memo.get("blocks"):
+        return tuple(found)
     every, two = zip(layer_windows(shape), expert_layers(shape), strict=True), shape.seeing_all
     own = shape.layers - shape.borrowers
-    return tuple(
+    found = shape.memo["blocks"] = tuple(
         Blocks(window == NO_KEYS, some, bool(two) and window is None, number >= own, window)
         for number, (window, some) in enumerate(every)
     )
+    return found
+
+
+def attention_windows(shape: ModelShape) -> Counter[int | None]:
+    """Return the number of layers with attention by their sliding window; None: full attention."""
+    return Counter(one.window for one in layer_blocks(shape) if not one.state)
 
 
 def expert_layers(shape: ModelShape) -> tuple[bool, ...]:

@@ -75,6 +75,11 @@ class ModelShape:
         return self, replace(sizes, keys_are_values=alike)
 
     @cached_property
+    def memo(self) -> dict[str, Any]:
+        """What other modules work out of it once, by name."""
+        return {}
+
+    @cached_property
     def borrowing(self) -> ModelShape:
         """The shape with the sizes of layers that use the keys and values of others."""
         wider = 2 if self.full.get("use_double_wide_mlp") else 1

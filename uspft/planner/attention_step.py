@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from operator import add, mul, sub
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 from uspft.families import ModelShape, StateSizes, state_sizes
 from uspft.planner.stages import cut_by_flops
@@ -43,12 +43,11 @@ def wire_of(cost: Cost, placed: PlacedStep) -> dict[str, StepPart]:
         of = rows * each.bytes, each.messages, placed.spread(*axes)
         return StepPart(name, placed.hardware.messages_seconds(*of, to_next=to_next), bytes=of[0])
 
-    kind: Literal["all_to_all"] = "all_to_all"
     heads = rows * cost.all_to_all.bytes / EXCHANGES
     return {
         "ring": messages("ring", cost.ring, "ring", to_next=True),
         "gather": messages("gather", cost.gather, "ring"),
-        kind: placed.sent(kind, kind, heads, ("ulysses",), EXCHANGES),
+        "all_to_all": placed.sent("all_to_all", "all_to_all", heads, ("ulysses",), EXCHANGES),
         "states": messages("states", cost.state, "ulysses", "ring"),
     }
 

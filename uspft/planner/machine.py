@@ -524,17 +524,12 @@ def read_hardware(file: Path) -> Hardware:
         raise RecipeError(problems)
     origins = Origins(str(file), dict(places(tree)))
     try:
-        found: Hardware = _hardware(bare(tree))
+        if not isinstance(value := bare(tree), dict):
+            raise fault("is no hardware file", "write its keys: name, what, sources and so on")
+        found: Hardware = validated(Hardware, value)
+        if (found.device is None) == (found.peak_flops is None):
+            what = "one of `device` and `peak_flops` says how fast its products are"
+            raise Fault([("peak_flops", what, "write one of them, and null for the other")])
     except Fault as error:
         raise RecipeError(origins.problem(*finding) for finding in error.findings) from error
-    return found
-
-
-def _hardware(value: Any) -> Hardware:
-    if not isinstance(value, dict):
-        raise fault("is no hardware file", "write its keys: name, what, sources and so on")
-    found = validated(Hardware, value)
-    if (found.device is None) == (found.peak_flops is None):
-        what = "one of `device` and `peak_flops` says how fast its products are"
-        raise Fault([("peak_flops", what, "write one of them, and null for the other")])
     return found

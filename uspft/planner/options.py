@@ -3,7 +3,7 @@ layout and the rows."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from uspft.config.algorithms import WHOLE, AlgorithmRow, row_of
@@ -117,13 +117,9 @@ class Options:
         found = FORWARDS[self.recompute] if self.checkpointing else ONCE
         return found._replace(at_once=self.at_once)
 
-    def passes(self, layout: Layout, step_rows: int | None = None) -> int:
-        """Return the forward and backward passes of a step. step_rows: stands in for None."""
-        return -(-(self.step_rows or step_rows or 1) // (self.micro_batch * layout.data))
-
-    def several(self, layout: Layout) -> bool:
-        """Tell whether a step has more than one forward and backward."""
-        return self.passes(layout) > 1
+    def passes(self, layout: Layout) -> int:
+        """Return the forward and backward passes of a step; 1 if its rows are not known."""
+        return -(-(self.step_rows or 1) // (self.micro_batch * layout.data))
 
 
 def options_of(recipe: Recipe, layout: Layout) -> Options:
@@ -178,11 +174,9 @@ def options_of(recipe: Recipe, layout: Layout) -> Options:
 
 def lora_of(model: ModelBlock) -> Lora | None:
     """Return the adapters of a recipe's model."""
-    if not model.adapter:
+    if not (block := model.adapter):
         return None
-    block = model.adapter
-    lora = Lora(block.rank, block.target_modules, dropout=block.dropout > 0)
-    return replace(lora, parameters=block.target_parameters)
+    return Lora(block.rank, block.target_modules, block.dropout > 0, block.target_parameters)
 
 
 def stage_of(recipe: Recipe) -> int:

@@ -16,6 +16,7 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 from uspft.config.messages import as_written
+from uspft.families import attention_windows
 from uspft.layout import Layout
 from uspft.planner import step as price
 from uspft.planner.attention_step import is_whole
@@ -235,7 +236,8 @@ def ranking(
 
     every = [one(way, search, closely=False) for way in listed]
     order, marked = _in_order(every), [one for one in every if one.own]
-    dealt = step.sample is not None or not all(is_whole(step.row, one) for one in step.windows)
+    windows = attention_windows(step.model)
+    dealt = step.sample is not None or not all(is_whole(step.row, one) for one in windows)
     if dealt or any(way.layout.pipeline > 1 for way in listed):
         given = step if dealt else search
         first = [one(each.way, given, closely=True) for each in islice(order, SHORTLIST)]
@@ -382,6 +384,11 @@ def _reason(key: str, first: Ranked, others: Sequence[Ranked], more: bool) -> st
     layouts that were not searched."""
     own = values_of(first.way).get(key)
     best: dict[Any, Ranked] = {}
+    if not first.fits:  # others are what would be chosen: of each layout what needs least
+        needs: dict[tuple[str, Any], Ranked] = {}
+        for one in sorted(others, key=lambda one: (one.memory.peak_bytes, _by_seconds(one))):
+            needs.setdefault((one.name, values_of(one.way).get(key)), one)
+        others = [*needs.values()]
     for one in sorted(others, key=attrgetter("place")):
         value = values_of(one.way).get(key)
         if value != own:
@@ -395,10 +402,12 @@ def _reason(key: str, first: Ranked, others: Sequence[Ranked], more: bool) -> st
 def _beside(first: Ranked, value: Any, other: Ranked) -> str:
     name = f" ({other.name})" * (other.name != first.name)
     said = as_written(value)
-    takes = f"a step takes {as_long(other.seconds, first.seconds)}{name}"
-    if other.fits or not first.fits:
-        return f"with {said} {takes}"
-    return f"with {said} it does not fit{name}"
+    if first.fits and not other.fits:
+        return f"with {said} it does not fit{name}"
+    more = 1.0 if first.fits or name else other.memory.peak_bytes / first.memory.peak_bytes
+    if more > 1:  # of a layout's ways of which none fits the one that needs least is taken
+        return f"with {said} it needs {more:.4g} × as much memory"
+    return f"with {said} a step takes {as_long(other.seconds, first.seconds)}{name}"
 
 
 def as_long(seconds: float, other_seconds: float) -> str:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
-from uspft.families import Blocks
+from uspft.families import Blocks, attention_windows, layer_blocks
 from uspft.job import ChunkPrices
 from uspft.layout import EXPERTS
 from uspft.pipeline.schedules import PLAIN
@@ -44,7 +44,7 @@ def forward_and_backward(placed: PlacedStep) -> list[StepPart]:
     its rows, such as kernel launches and reading every weight.
     """
     one_of, outside = parts_apart(placed)
-    layers = Counter(placed.step.layers)
+    layers = Counter(layer_blocks(placed.step.model))
     return [part.times(layers[one]) for one, parts in one_of.items() for part in parts] + outside
 
 
@@ -65,7 +65,7 @@ def parts_apart(placed: PlacedStep) -> tuple[dict[Blocks, list[StepPart]], list[
 
     def apart() -> tuple[dict[Blocks, list[StepPart]], list[StepPart]]:
         # Layers with attention and experts come first, since they have most parts.
-        every = dict.fromkeys(step.layers)
+        every = dict.fromkeys(layer_blocks(step.model))
         kinds = sorted(every, key=lambda one: (one.state, -one.experts))
         one_of = {one: by_name(_layer_parts(placed, one)) for one in kinds}
         return one_of, by_name(_outside_parts(placed))
@@ -108,10 +108,11 @@ def _outside_parts(placed: PlacedStep) -> Iterator[StepPart]:
 def _between(placed: PlacedStep, blocks: Blocks | None = None) -> StepPart:
     """Return the element-wise operations of a layer with these blocks; None: those outside of
     layers."""
-    model, columns, how = placed.step.model, placed.layout.mesh_columns, placed.options
+    layout, how = placed.layout, placed.options
+    degrees = layout.mesh_columns, layout.experts
     moved = placed.memo.once(
-        ("between", columns, how.use_seq_parallel, how.slices is None),
-        lambda: moved_bytes(model, columns, how),
+        ("between", *degrees, how.use_seq_parallel, how.slices is None),
+        lambda: moved_bytes(placed.step.model, *degrees, how),
     )
     return StepPart("elementwise", placed.hardware.memory_seconds(moved[blocks].of(placed.tokens)))
 
@@ -240,7 +241,7 @@ def chunk_prices(placed: PlacedStep) -> ChunkPrices:
     empty, full = Segments((0,), length), Segments.single(length)
 
     def of_pairs() -> Iterator[tuple[int | None, float]]:
-        for window, layers in step.windows.items():
+        for window, layers in attention_windows(step.model).items():
             of = partial(attention_parts, window=window)
             more = row_time(whole, full, of).row - row_time(whole, empty, of).row
             yield window, layers * max(more, 0.0) / int(pairs(length, window))

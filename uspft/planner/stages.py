@@ -7,13 +7,12 @@ a simulation of the schedule, action by action (`simulated`), for the best of th
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, combinations
 from typing import NamedTuple
 
-from uspft.families import NO_KEYS, Blocks, ModelShape, layer_blocks, layer_windows
+from uspft.families import Blocks, ModelShape, attention_windows, layer_blocks
 from uspft.pipeline.schedules import Action, Schedule, forward_and_backward, group_of
 from uspft.pipeline.simulator import Timeline, simulate
 from uspft.pipeline.stages import Each, Stages, dealt_out
@@ -78,13 +77,8 @@ def links_of(placed: PlacedStep, stages: Stages) -> tuple[float, ...]:
     layout, hardware = placed.layout, placed.hardware
     apart, host = layout.ranks // layout.pipeline, hardware.ranks_per_host
     size = message_bytes(placed)
-    seconds = {
-        crosses: hardware.messages_seconds(size, 1, spread, to_next=True)
-        for crosses, spread in (
-            (False, Spread.inside(2)),
-            (True, Spread(2, 1, min(apart, host))),
-        )
-    }
+    ways = Spread.inside(2), Spread(2, 1, min(apart, host))
+    seconds = [hardware.messages_seconds(size, 1, one, to_next=True) for one in ways]
     return tuple(seconds[leaves] for leaves in _leave_hosts(stages, apart, host))
 
 
@@ -122,10 +116,11 @@ def cut_by_flops(model: ModelShape, chunks: int, multiple: int) -> Cut:
     hardware."""
     # A row of padding alone has no (query, key) pairs.
     layers, head = layer_flops(model, DrawnRows((Segments((0,), 1),)))
-    kinds = Counter(layer_windows(model))
-    pair = {w: 12.0 * model.heads * model.of_window(w).head_dim for w in kinds}
-    seen = tuple((w, pair[w] * n) for w, n in kinds.items() if w != NO_KEYS)
-    return Cut(chunks, multiple, head + sum(layers), seen)
+    seen = (
+        (window, 12.0 * model.heads * model.of_window(window).head_dim * count)
+        for window, count in attention_windows(model).items()
+    )
+    return Cut(chunks, multiple, head + sum(layers), tuple(seen))
 
 
 LONG = 2

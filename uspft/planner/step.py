@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
-from uspft.families import Blocks, layer_blocks
+from uspft.families import Blocks, attention_windows, layer_blocks
 from uspft.layout import ALIKE, COPIES, Layout
 from uspft.pipeline.schedules import Schedule
 from uspft.pipeline.stages import Stages
@@ -59,7 +59,8 @@ def step_time(placed: PlacedStep, waits_of: WaitsOf = estimated) -> StepTime:
     one = forward_and_backward(placed)
     behind = _hiding_seconds(one)
     each = hidden_behind(placed.step, zero_in_each_pass(placed), behind)
-    return StepTime((*_often(placed, [*one, *each]), *_once(placed, behind)))
+    passes = (part.times(placed.passes) for part in (*one, *each))
+    return StepTime((*passes, *_once(placed, behind)))
 
 
 def _once(placed: PlacedStep, behind: float, stored: StoredParts = ()) -> Iterator[StepPart]:
@@ -70,17 +71,12 @@ def _once(placed: PlacedStep, behind: float, stored: StoredParts = ()) -> Iterat
     yield from others
 
 
-def _often(placed: PlacedStep, parts: Sequence[StepPart]) -> Iterator[StepPart]:
-    """Yield the parts of one pass, multiplied by the step's number of passes."""
-    return (part.times(placed.passes) for part in parts)
-
-
 def model_flops(step: StepShape) -> float:
     """Return the step's FLOPs as MFU counts them."""
     model = step.model
     pairs = sum(
         count * step.drawn.pairs(window) * model.of_window(window).head_dim
-        for window, count in step.windows.items()
+        for window, count in attention_windows(step.model).items()
     )
     tokens, parameters = step.step_rows * step.row.length, met_parameters(model)
     shape = (1, model.heads, 1)  # every pair counts for all layers and features
@@ -97,7 +93,7 @@ def _pipeline_time(placed: PlacedStep, waits_of: WaitsOf) -> StepTime:
     seconds = max(sent * max(costs.links), waits.messages)
     return StepTime(
         (
-            *_often(placed, most),
+            *(part.times(placed.passes) for part in most),
             StepPart("bubble", waits.bubble),
             StepPart(
                 "stage_messages", seconds, seconds - waits.messages, sent * message_bytes(placed)
@@ -169,7 +165,7 @@ whether it is the last."""
 
 def _layers_of(stages: Stages, step: StepShape) -> tuple[list[_RankLayers], list[list[Blocks]]]:
     """Return the layers of each rank along a pipeline, and of each stage."""
-    options, layers = step.options, step.layers
+    options, layers = step.options, layer_blocks(step.model)
     kinds = kinds_of_layers(step.model, options.lora, options.freeze)
     ranks = [Counter(kinds[n] for n in stage_layers(stages, r).layers) for r in range(stages.ranks)]
     return [
@@ -187,7 +183,8 @@ def least_seconds(placed: PlacedStep) -> float:
     one_of, outside = parts_apart(placed)
 
     def every() -> float:
-        return sum(seconds_of(one_of[layer]) for layer in placed.step.layers) + seconds_of(outside)
+        layers = layer_blocks(placed.step.model)
+        return sum(seconds_of(one_of[layer]) for layer in layers) + seconds_of(outside)
 
     whole = placed.memo.once(("whole", id(one_of)), every)
     if options.zero_stage == 3:  # gathering the weights overlaps with nothing
@@ -292,8 +289,7 @@ def stored_parts(
     found = StoredPart(counts.every - divided, counts.trained - trained, pieces, COPIES)
     if not divided:
         return (found,)
-    blocks = layer_blocks(model)
-    with_experts = sum(blocks[layer].experts for layer in mine.layers)
+    with_experts = sum(layer_blocks(model)[layer].experts for layer in mine.layers)
     return found, StoredPart(divided, trained, with_experts, ALIKE)
 
 

@@ -3,13 +3,12 @@ a time that is the sum of named parts."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
 
-from uspft.families import Blocks, ModelShape, layer_blocks
+from uspft.families import ModelShape
 from uspft.layout import Layout
 from uspft.planner.machine import Collective, Hardware, Spread
 from uspft.planner.options import Options
@@ -148,16 +147,6 @@ class StepShape:
     dealt: bool = True
     """Whether the attention of packed rows, or under a window, is counted by assigning rows to
     ranks exactly; False: by closed forms."""
-
-    @cached_property
-    def layers(self) -> tuple[Blocks, ...]:
-        """The kind of each layer."""
-        return layer_blocks(self.model)
-
-    @property
-    def windows(self) -> Counter[int | None]:
-        """The number of layers with attention by their sliding window; None: full attention."""
-        return Counter(one.window for one in self.layers if not one.state)
 
     @property
     def step_rows(self) -> int:

@@ -76,10 +76,9 @@ def trained_layers(
 
     freeze: regular expressions over parameters' names.
     """
-    every = layer_blocks(shape)
-    kinds = list(dict.fromkeys(every))
+    kinds = list(dict.fromkeys(layer_blocks(shape)))
     names = tuple(tuple(layer_modules(blocks.sizes(shape), blocks)) for blocks in kinds)
-    numbers = tuple(map(kinds.index, every))
+    numbers = tuple(map(kinds.index, layer_blocks(shape)))
     return _trained(numbers, names, lora, freeze, _words_of_experts(shape))
 
 

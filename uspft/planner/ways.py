@@ -28,7 +28,7 @@ from uspft.config.algorithms import (
 )
 from uspft.config.layout_rules import WITHOUT_STAGES
 from uspft.config.strategies import alike, each_alone
-from uspft.families import FAMILIES, ModelShape, state_sizes
+from uspft.families import FAMILIES, ModelShape, attention_windows, state_sizes
 from uspft.layout import Layout, settled_layout
 from uspft.pipeline.schedules import PLAIN, Schedule, Scheduler
 from uspft.pipeline.stages import schedule_of
@@ -120,7 +120,7 @@ class Way:
     def algorithm(self, step: StepShape, ranks_per_host: int) -> Algorithm:
         """Return the algorithm, with what it must know of a step, and its options as the step has
         them."""
-        windows, options = [*step.windows], step.options
+        windows, options = [*attention_windows(step.model)], step.options
         short = options.checkpointing or options.at_once or self.schedule.chunks > 1
         return make_algorithm(
             self.row,

@@ -262,8 +262,8 @@ def examine(
         if layout.ranks % hosts:
             what = f"{layout.ranks} processes do not spread evenly over {hosts} hosts"
             more.append(("launch.processes", what, "start as many on each host"))
-        open_yet = asked.parallel_config.context_parallel_algo, recipe.parallel_config.strategies
-        if AUTO not in open_yet:  # otherwise the data may decide it
+        parallel = recipe.parallel_config
+        if AUTO not in (parallel.context_parallel_algo, parallel.strategies):  # to be decided yet
             more += exchange_findings(recipe, layout)
         # Findings on the dtype of gradient sums are only valid if model.dtype is.
         findings += [one for one in more if sound("model.dtype") or one[0] not in SUMMED]

@@ -219,6 +219,7 @@ def other_than_asked(recipe: Recipe) -> WhyNot:
     parallel, batch = recipe.parallel_config, recipe.training.global_batch_size
     mesh, ulysses = parallel.tensor_mesh, parallel.ulysses_degree_in_cp
     shares = isinstance(parallel.context_parallel, Open) or _on_a_mesh(parallel)
+    chosen = shares or parallel.context_parallel_algo == AUTO
 
     def why_not(way: Way) -> str | None:
         layout = way.layout
@@ -230,7 +231,7 @@ def other_than_asked(recipe: Recipe) -> WhyNot:
             written and shares and ulysses != layout.ulysses,
             isinstance(mesh, tuple) and layout.is_mesh and mesh != shape,
             staged and parallel.micro_batch_num not in (AUTO, passes),
-            recipe.memory.recompute == "exchange" and shares and layout.ulysses == 1,
+            recipe.memory.recompute == "exchange" and chosen and layout.ulysses == 1,
         )
         return "another is asked for" if any(others) else None
 

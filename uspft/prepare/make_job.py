@@ -22,7 +22,14 @@ from rich.console import Console
 from rich.progress import Progress, TimeElapsedColumn
 
 from uspft.checkpoint.folder import Checkpoint, CheckpointError, Newest, folder_of, named, newest
-from uspft.checkpoint.identity import BASE, CONTENTS, counts_samples, differences, identity_of
+from uspft.checkpoint.identity import (
+    BASE,
+    CONTENTS,
+    EVALUATION,
+    counts_samples,
+    differences,
+    identity_of,
+)
 from uspft.config import Fault, Recipe
 from uspft.config.algorithms import AUTO
 from uspft.config.problems import counted
@@ -133,7 +140,13 @@ def prepare_job(
     keeps = counts_samples(checkpoint.state["identity"]) if checkpoint else None
     found = with_data(found, place, screen, keeps=keeps)
     identity = identity_of(found.recipe) | base | {CONTENTS: Corpus.open(found.corpus).contents}
-    _same(checkpoint, identity)
+    sets = found.known.evaluation.values()
+    evaluated = {EVALUATION: sorted(Corpus.open(folder).contents for folder in sets)}
+    chooses = bool(recipe.checkpoint.keep_best or recipe.training.patience)
+    if checkpoint and checkpoint.folder.resolve().parent.parent != output_of(recipe).resolve():
+        chooses = False  # the evaluations of another folder's run do not count here
+    _same(checkpoint, identity | evaluated if chooses else identity)
+    identity |= evaluated
     if wrong := exchange_findings(found.recipe, found.layout):
         raise Fault(wrong)
     tokenizer = exported_tokenizer(found.here)

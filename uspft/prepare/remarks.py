@@ -1,5 +1,5 @@
-"""Lines on a legal recipe that are printed before its ranks start: the run's length, a change of
-the learning rate after resuming, experts and pipeline stages, memory, and idle ranks."""
+"""Lines on a legal recipe that are printed before its ranks start: the run's length, what changes
+after resuming, experts and pipeline stages, memory, and idle ranks."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from uspft.checkpoint.folder import Checkpoint
 from uspft.config import Recipe
@@ -17,7 +18,7 @@ from uspft.config.recipe import MemoryBlock
 from uspft.config.strategies import KEY, strategies_of
 from uspft.data.rows.stream import training_rows
 from uspft.engine.deepspeed_config import micro_batches
-from uspft.families import FAMILIES, NO_KEYS, ModelShape, expert_layers, layer_windows
+from uspft.families import FAMILIES, ModelShape, attention_windows, expert_layers
 from uspft.job import Job
 from uspft.layout import Layout
 from uspft.metrics import Journal
@@ -236,29 +237,42 @@ def length_of_run(recipe: Recipe, corpus: Path, steps: int) -> list[str]:
     return [*few, f"run: {of_epoch}; {told}"]
 
 
-def rate_after(recipe: Recipe, checkpoint: Checkpoint, steps: int) -> str | None:
-    """Return a line if the learning rate changes on resuming, else None.
+def changes_on_resuming(
+    recipe: Recipe, checkpoint: Checkpoint, corpus: Path, steps: int
+) -> Iterator[str]:
+    """Yield a line if the learning rate changes on resuming, and a warning if rows are skipped.
 
     The schedule spans all steps of a run, so that another number of steps changes the rate at each.
-    The previous rate is in the metrics of the run that wrote the checkpoint.
+    A run by epochs may end with a step of fewer rows; a longer one resumes after a whole step's.
+    The previous rates and epochs are in the metrics of the run that wrote the checkpoint.
     """
-    last: tuple[int, float] | None = None
+    last: dict[str, Any] = {}
     with suppress(OSError):
         for record in Journal(checkpoint.folder.parent.parent / METRICS).records():
             if "learning_rate" in record and record["step"] <= checkpoint.step:
-                last = record["step"], record["learning_rate"]
-    if last is None:
-        return None
-    step, was = last
+                last = record
+    if not last:
+        return
+    step, was, after = last["step"], last["learning_rate"], checkpoint.step + 1
     rate = recipe.optimizer.learning_rate, recipe.lr_schedule
-    would = learning_rate(step, steps, *rate)
-    if math.isclose(was, would, rel_tol=1e-6, abs_tol=1e-15):
-        return None
-    after = checkpoint.step + 1
-    return (
-        f"learning rate: {was:.2e} at step {step}, {learning_rate(after, steps, *rate):.2e} from "
-        f"step {after} on: lr_schedule now runs over {steps:,} steps from the first one"
-    )
+    if not math.isclose(was, learning_rate(step, steps, *rate), rel_tol=1e-6, abs_tol=1e-15):
+        yield (
+            f"learning rate: {was:.2e} at step {step}, {learning_rate(after, steps, *rate):.2e} "
+            f"from step {after} on: lr_schedule now runs over {steps:,} steps from the first one"
+        )
+    if step < checkpoint.step or "epoch" not in last:
+        return
+    switches, each = bool(strategies_of(recipe)), recipe.training.global_batch_size
+    stream = training_rows(recipe.data, corpus, recipe.seed, one_document=switches)
+    taken = last["epoch"] + 1e-9
+    skipped = sum(stream.epochs_after(n) > taken for n in range((step - 1) * each, step * each))
+    if skipped:
+        rows = "samples" if switches else "rows"
+        yield (
+            f"warning: step {step:,} was the last of its run, with {each - skipped:,} of {each:,} "
+            f"{rows}; the {skipped:,} that follow are not trained on, since step {after:,} starts "
+            f"behind a whole step; checkpoint.resume=never takes all {rows}"
+        )
 
 
 def memory_sentence(
@@ -371,7 +385,7 @@ def _brought(recipe: Recipe, layout: Layout, shape: ModelShape | None) -> str:
     if layout.ring == 1 or not shape:
         return ""
     row = Segments.single(recipe.data.sequence_length)
-    cut, windows = _cut(recipe, layout, shape), [w for w in layer_windows(shape) if w != NO_KEYS]
+    cut, windows = _cut(recipe, layout, shape), [*attention_windows(shape).elements()]
     times = sum(cut.brought(row, window) for window in windows) / max(1, len(windows))
     algorithm = recipe.parallel_config.context_parallel_algo
     return f" ({algorithm} sends keys {times:.2f} times as often as for whole rows of one document)"

@@ -95,9 +95,13 @@ class GradientSum:
             self._sum.addmm_(rows.t(), x)
 
     def whole(self) -> Tensor | None:
-        """Run the queue and return the gradient; None if no product used the weight."""
+        """Run the queue and return the gradient; None if no product used the weight.
+
+        The sum is let go of: the autograd graph keeps this object until its whole backward has run.
+        """
         self._put_off.all()
-        return None if self._sum is None else put_back(self._sum, self._held, self._used)
+        found, self._sum = self._sum, None
+        return None if found is None else put_back(found, self._held, self._used)
 
 
 class Passage(NamedTuple):

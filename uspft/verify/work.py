@@ -86,13 +86,15 @@ class VerifyJob:
 
 
 def without_extras(recipe: Recipe) -> Recipe:
-    """Return the recipe without what changes no number: evaluation, DeepSpeed's own reports, and
-    checkpointed layers per stage, which do not fit other layouts."""
+    """Return the recipe without what changes no number: evaluation and what compares evaluations,
+    DeepSpeed's own reports, and checkpointed layers per stage, which do not fit other layouts."""
     again = isinstance(recipe.memory.gradient_checkpointing, tuple)
+    evaluates = ("eval_every_steps", "eval_every_epochs", "eval_micro_batch_size", "patience")
     return recipe.changed(
         deepspeed={"comms_logger": None, "flops_profiler": None, "wall_clock_breakdown": False},
         data={"eval": None},
-        training=dict.fromkeys(("eval_every_steps", "eval_every_epochs", "eval_micro_batch_size")),
+        training=dict.fromkeys(evaluates),
+        checkpoint={"keep_best": False},
         memory={"gradient_checkpointing": True} if again else {},
     )
 

@@ -16,7 +16,7 @@ from tests.support.algorithms import named
 from tests.support.hardware import H100, made
 from tests.support.shapes import hub
 from tests.support.steps import changed, step_of
-from uspft.families import NO_KEYS, layer_windows
+from uspft.families import NO_KEYS, attention_windows, layer_windows
 from uspft.layout import Layout
 from uspft.planner.attention_step import (
     FEW,
@@ -106,7 +106,7 @@ def timed(layout: Layout, tokens: int, algorithm: str, **changes: Any) -> StepTi
 
 def test_layers_with_a_state_have_no_keys() -> None:
     assert Counter(layer_windows(NINE)) == {NO_KEYS: STATES, None: 8}
-    assert step_of(NINE, 1).windows == {None: 8} and not step_of(ALL_STATES, 1).windows
+    assert attention_windows(NINE) == {None: 8} and not attention_windows(ALL_STATES)
     assert timed(Layout(), 4096, "whole").bytes_of("states") == 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -190,6 +191,25 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Counted:
     for remembers in ("attention_of_row", "attention_of_sample", "_on_few"):
         getattr(attention_step, remembers).cache_clear()
     return found
+
+
+def test_where_none_fits_another_value_is_told_by_the_memory_that_it_needs() -> None:
+    """Some of them are faster."""
+    step = replace(STEP, row=Segments.single(1 << 21))
+    space = Space(tensor={1}, context={1}, stages=(1, 2, 3), recomputes=RECOMPUTES)
+    found = recommend(step, 8, space, H100, [step.row], asked=[rank.STAGE, rank.RECOMPUTE])
+    assert found and "none fits" in found.why and found.way.stage == 3
+    first, faster = ranked(step, found.way, H100), set[bool]()
+    for key, name in ((rank.STAGE, "stage"), (rank.RECOMPUTE, "recompute")):
+        for value, more in re.findall(r"with (\S+) it needs (\S+) ×", found.reasons[key]):
+            changed = {name: int(value) if name == "stage" else value}
+            other = ranked(step, replace(found.way, **changed), H100)
+            assert float(more) > 1
+            assert float(more) == pytest.approx(
+                other.memory.peak_bytes / first.memory.peak_bytes, rel=1e-3
+            )
+            faster.add(other.seconds < first.seconds)
+    assert faster >= {True}
 
 
 def test_thousands_of_ranks_take_seconds(counted: Counted) -> None:

@@ -377,6 +377,16 @@ def test_a_mesh_that_another_key_forbids_is_refused_by_that_key(tmp_path: Path) 
     assert SMALL.examined(tmp_path, *words).layout.is_mesh
 
 
+def test_an_exchange_made_again_is_chosen_with_an_algorithm_that_has_one(tmp_path: Path) -> None:
+    """And refused where one rank has a whole row."""
+    again = "memory.recompute=exchange"
+    few = replace(SMALL, tensor=1, context=4, data=1, tokens=1 << 13)
+    assert few.examined(tmp_path).layout.ulysses == 1, "another is faster"
+    assert few.examined(tmp_path, again).layout.ulysses > 1
+    with pytest.raises(RecipeError, match=r"memory\.recompute: is exchange"):
+        few.examined(tmp_path, again, "parallel_config.context_parallel=1")
+
+
 def test_no_key_that_may_be_auto_is_left_out(tmp_path: Path) -> None:
     """`use_seq_parallel` and `pp_interleave_num` say more of degrees, and are chosen with them."""
     tested = {*AUTO, "parallel_config.tensor_slices"}

@@ -19,10 +19,10 @@ from uspft.job import Job
 from uspft.prepare.examine import Examined, examine
 from uspft.prepare.make_plan import course_of, ranking_of, step_of
 from uspft.prepare.remarks import (
+    changes_on_resuming,
     expert_side,
     intervals_told,
     length_of_run,
-    rate_after,
     too_short,
 )
 from uspft.training.learning_rate import learning_rate
@@ -244,6 +244,9 @@ def test_when_it_saves_and_evaluates_is_told(tmp_path: Path, corpus: Path) -> No
         "checkpoints: after every epoch and at the end; the newest 2 are kept",
         "evaluation: y.jsonl, after every step and at the end",
     ]
+    stops = share.changed(training={"stop_step": 7})
+    (line,) = intervals_told(stops, Job(stops, corpus, 10, {}))
+    assert "(step 4)" in line
     plain = recipe(tmp_path, data=evaluated)
     assert [
         *intervals_told(plain, Job(plain, corpus, identity={}, **course_of(plain, corpus)))
@@ -269,6 +272,19 @@ def test_epochs_that_are_fewer_steps_and_a_warm_up_without_end_are_told(
     assert not [*too_short(rises, 11)]
 
 
+def test_with_strategies_an_epoch_ends_with_its_last_sample(tmp_path: Path) -> None:
+    four = block(write_lengths(tmp_path / "four.jsonl", [4] * 4), sequence_length=8)
+    corpus = prepare(four, None, 10_000, tmp_path / "cache")
+    blocks = {
+        "training": {"epochs": 1.5, "global_batch_size": 2},
+        "checkpoint": {"every_epochs": 1},
+    }
+    strategies = {"strategies": [{"max_length": 4}, {"max_length": 8}]}
+    samples = recipe(tmp_path, parallel_config=strategies, deepspeed={}, **blocks)
+    assert course_of(samples, corpus) == {"steps": 3, "saved_by_epochs": (2,)}
+    assert course_of(recipe(tmp_path, **blocks), corpus) == {"steps": 2, "saved_by_epochs": (1, 2)}
+
+
 def test_with_strategies_samples_are_counted(tmp_path: Path, corpus: Path) -> None:
     strategies = [{"max_length": 4}, {"max_length": 8}]
     told = length_of_run(
@@ -286,24 +302,46 @@ def checkpoint(folder: Path, step: int, was: Recipe, steps: int) -> Checkpoint:
     return Checkpoint(folder / f"checkpoints/step-{step:08d}", {"step": step})
 
 
-def test_a_rate_that_goes_on_is_not_told(tmp_path: Path) -> None:
+def changes(now: Recipe, was: Checkpoint, corpus: Path, steps: int) -> list[str]:
+    return list(changes_on_resuming(now, was, corpus, steps))
+
+
+def test_a_rate_that_goes_on_is_not_told(tmp_path: Path, corpus: Path) -> None:
     same = recipe(tmp_path)
-    assert rate_after(same, checkpoint(tmp_path, 5, same, 10), 10) is None
+    assert changes(same, checkpoint(tmp_path, 5, same, 10), corpus, 10) == []
     constant = recipe(tmp_path, lr_schedule={"type": "constant", "warmup_steps": 2})
-    assert rate_after(constant, checkpoint(tmp_path, 5, constant, 10), 20) is None
+    assert changes(constant, checkpoint(tmp_path, 5, constant, 10), corpus, 20) == []
 
 
-def test_more_steps_are_told_with_the_rate_before_and_after(tmp_path: Path) -> None:
+def test_more_steps_are_told_with_the_rate_before_and_after(tmp_path: Path, corpus: Path) -> None:
     linear = recipe(tmp_path, lr_schedule={"type": "linear", "warmup_ratio": 0.0})
-    assert rate_after(linear, checkpoint(tmp_path, 8, linear, 10), 20) == (
+    assert changes(linear, checkpoint(tmp_path, 8, linear, 10), corpus, 20) == [
         "learning rate: 2.00e-03 at step 8, 5.50e-03 from step 9 on: "
         "lr_schedule now runs over 20 steps from the first one"
-    )
+    ]
     constant = recipe(tmp_path, lr_schedule={"type": "constant"})
-    told = rate_after(constant, checkpoint(tmp_path, 8, linear, 10), 10)
-    assert told and told.startswith("learning rate: 2.00e-03 at step 8, 1.00e-02 from step 9 on")
+    (line,) = changes(constant, checkpoint(tmp_path, 8, linear, 10), corpus, 10)
+    assert line.startswith("learning rate: 2.00e-03 at step 8, 1.00e-02 from step 9 on")
 
 
-def test_where_nothing_is_recorded_nothing_is_told(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("step", "epoch", "lines"), [(2, 1.0, 1), (2, 1.5, 0), (4, 3.0, 0)])
+def test_rows_behind_a_short_last_step_are_told(
+    tmp_path: Path, corpus: Path, step: int, epoch: float, lines: int
+) -> None:
+    """An epoch has 4 rows, so that a second step of 3 has one where the run was to end there."""
+    longer = recipe(tmp_path, training={"epochs": 3, "global_batch_size": 3})
+    longer = longer.changed(lr_schedule={"type": "constant", "warmup_ratio": 0.0})
+    was = checkpoint(tmp_path, step, longer, 4)
+    record = {"step": step, "learning_rate": 0.01, "epoch": epoch}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(record))
+    words = (
+        "warning: step 2 was the last of its run, with 1 of 3 rows; the 2 that follow are not "
+        "trained on, since step 3 starts behind a whole step; checkpoint.resume=never "
+        "takes all rows"
+    )
+    assert changes(longer, was, corpus, 4) == [words][:lines]
+
+
+def test_where_nothing_is_recorded_nothing_is_told(tmp_path: Path, corpus: Path) -> None:
     anew = Checkpoint(tmp_path / "checkpoints/step-00000005", {"step": 5})
-    assert rate_after(recipe(tmp_path), anew, 20) is None
+    assert changes(recipe(tmp_path), anew, corpus, 20) == []

@@ -74,3 +74,13 @@ def test_a_weight_that_nothing_depends_on_has_no_gradient() -> None:
     out = product(torch.randn(1, 3, 2), used, None, (None, None), stands[0])
     (out.sum() + stands[1].stand.sum()).backward()
     assert used.grad is not None and unused.grad is None
+
+
+def test_a_gradient_is_let_go_of_while_the_graph_is_there() -> None:
+    """As of a layer whose backward has run while those below it are still to come."""
+    weight = torch.randn(2, 2).requires_grad_()
+    later = PutOff().stand_for(weight)
+    loss = product(torch.randn(1, 3, 2), weight, None, (None, None), later).sum()
+    loss.backward()
+    assert weight.grad is not None and loss.grad_fn is not None
+    assert later.sums.whole() is None

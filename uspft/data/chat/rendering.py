@@ -9,6 +9,7 @@ leaves out part of a conversation is an error.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -29,16 +30,33 @@ def render(record: Record, template: ChatTemplate, train_on: str) -> Rendered:
     template refuses the conversation or leaves a turn out, or if the spans do not contain the
     assistant's text.
     """
-    turns, lost = record.fields["messages"], ""
+    turns = record.fields["messages"]
     try:
         text, spans = _conversation(record.fields, template, train_on)
     except SampleFault as fault:
         raise SampleFault(as_given(str(fault), record.system_added)) from fault
-    thinks = any(turn.get(name) for turn in turns for name in _THOUGHTS)
-    if thinks and not template.writes_thoughts:
-        lost = "the chat template leaves out the thoughts of answers (reasoning_content)"
-        lost += "; name a data.chat_template that writes them"
-    return Rendered(text, spans, record.unused + unread(turns, template), lost)
+    return Rendered(
+        text, spans, record.unused + unread(turns, template), _lost(turns, text, template)
+    )
+
+
+def _lost(turns: list[Turn], text: str, template: ChatTemplate) -> str:
+    """Return which thoughts are not in the text, with the remedy; an empty text for none."""
+    named = ([turn[name] for name in _THOUGHTS if turn.get(name)] for turn in turns)
+    given = [str(some[0]) for some in named if some]
+    if given and not template.writes_thoughts:
+        what = "the chat template leaves out the thoughts of answers (reasoning_content)"
+        return f"{what}; name a data.chat_template that writes them"
+    said = (piece for turn in turns if turn["role"] == "assistant" for piece in _pieces(turn))
+    given += [one.rpartition(_THOUGHT)[0].rpartition("<think>")[2] for one in said]
+    asked = Counter(thoughts.strip() for thoughts in given)
+    if all(text.count(thoughts) >= count for thoughts, count in asked.items() if thoughts):
+        return ""
+    what = "the chat template leaves out the thoughts of some answers, as many do of earlier ones"
+    remedy = (
+        "make a sample of each answer with thoughts, or name a data.chat_template that keeps them"
+    )
+    return f"{what}; {remedy}"
 
 
 def _conversation(

@@ -346,6 +346,10 @@ def template_notes(template: ChatTemplate, backend: Any) -> list[str]:
     if end := max(ends, default="", key=len):  # the special token after the marks
         what = f"the chat template's marks end before {end}, which does not train"
         found.append(f"{what}; put {{% endgeneration %}} behind it to train it")
+    prompt = template.text_of([_USER], True) or ""
+    if spans and text.startswith(prompt) and (early := text[spans[-1][0] : len(prompt)]):
+        what = f"the chat template's marks hold {early!r}, which the generation prompt has"
+        found.append(f"{what}, and it trains; put {{% generation %}} behind it")
     if template.text_of(_PROBE) and not turn_ends(template):
         what = "the chat template ends an answer with no special token, and nothing teaches to stop"
         found.append(f"{what}; name a data.chat_template whose marks hold one behind each answer")

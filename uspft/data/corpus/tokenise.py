@@ -363,14 +363,10 @@ class AddedTokens:
     def as_read(self, rendered: Rendered) -> Rendered:
         """Return a text without the white space that the tokens take in, which gives the same
         ids."""
-        text = rendered.text
-        cuts = (
-            [m.span(m.lastindex or 0) for m in self.absorbed.finditer(text)]
-            if self.absorbed
-            else []
-        )
-        if not cuts:
+        if self.absorbed is None:
             return rendered
+        text = rendered.text
+        cuts = [found.span(found.lastindex or 0) for found in self.absorbed.finditer(text)]
         starts = [start for start, _ in cuts]
         gone = [0, *accumulate(stop - start for start, stop in cuts)]
 

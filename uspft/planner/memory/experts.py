@@ -171,6 +171,7 @@ class ExpertsMemory:
         before, wanted = (x.size, scores.size), (x.node, scores.node)
         sizes = [size / self._tokens * self._rows for size in before]
         made = []
+        tape.moves(2 * sum(sizes))  # selected
         for size in sizes:
             leaves = tape.new(size)
             made.append(tape.new(size))
@@ -185,6 +186,8 @@ class ExpertsMemory:
     def _sum_home(self, rows: float, tokens: float) -> Storage:
         """Return the sum of returned rows for each token, computed in float32 and rounded."""
         tape, more = self._tape, self._sizes.wide
+        casts = (1 + more) * (more > 1)
+        tape.moves((3 * more + casts) * rows + (more + casts) * tokens)  # added to zeros
         back, whole = tape.new(rows), tape.new(tokens * more)
         wide = tape.new(rows * more) if more > 1 else None
         del wide
@@ -203,7 +206,8 @@ class ExpertsMemory:
             del leaves
             return [found]
 
-        return tape.record((made,), (size,), backward, made=summed)[0]
+        moves = 0.0, 2 * rows
+        return tape.record((made,), (size,), backward, made=summed, moves=moves)[0]
 
     def _product(self, x: Tensor, *, out: bool = False) -> Tensor:
         """Return rows times the matrices of their experts, with the adapters' term. out: whether

@@ -155,7 +155,7 @@ def _state(shape: ModelShape, layout: Layout, options: Options, memo: Memo) -> S
         options, algorithm=WHOLE, micro_batch=1, recompute="", use_seq_parallel=False, slices=()
     )
     degrees = layout.mesh_columns, layout.mesh_rows, layout.copies, layout.experts
-    key = "state", *degrees, options.several(layout), plain
+    key = "state", *degrees, options.passes(layout) > 1, plain
     return memo.once(key, lambda: state_of(shape, layout, options))
 
 

@@ -86,9 +86,9 @@ WINDOWS_WALKED = 32
 """A rank with many windows is extrapolated from simulations with this many and twice as many."""
 
 
-ROWS_WALKED = 2
-"""The rows that are simulated where a micro-batch has more, since each further one adds the same.
-"""
+ROWS_WALKED = 4
+"""The rows that are simulated where a micro-batch has more, which change the bytes of a token
+little."""
 
 
 SHORT = (8, 12)

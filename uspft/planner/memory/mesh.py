@@ -45,6 +45,11 @@ class ProductOnMesh:
         """Return the buffer of a gathered slice of this rank's tokens; empty with one column."""
         return self._new(self._slice(self.tokens), self.columns > 1)
 
+    def _in_order(self) -> Storage:
+        """Return a copy of such a slice, with the ranks' parts in another order."""
+        self.tape.moves(2 * self._slice(self.tokens) * (self.columns > 1))
+        return self._panels()
+
     def _gather(self) -> Panels:
         """Start to gather a slice of this rank's tokens over mesh columns."""
         part = self._new(self._slice(self.tokens) / self.columns, self.slices > 1)
@@ -77,7 +82,7 @@ class ProductOnMesh:
         ahead, out = self._gather_both(n), None
         for left in reversed(range(self.slices)):
             here, ahead = ahead, self._gather_both(n) if left else ahead
-            panels = self._panels()
+            panels = self._in_order()
             out = self._plus(out, wide * self.tokens * n)
             del panels
         assert out
@@ -92,7 +97,7 @@ class ProductOnMesh:
         for left in reversed(range(self.slices)):
             here, ahead = ahead, self._gather_weights(n) if left else ahead
             product = self._new(self._slice(self.tokens))
-            made = self._panels() if self.columns > 1 else product
+            made = self._in_order() if self.columns > 1 else product
             del product
             leaving = made, self._new(made.size / self.columns, self.columns > 1)
         del here, leaving
@@ -102,7 +107,7 @@ class ProductOnMesh:
         """Return [d/R, n/C], of [t, d/C] and [t, n/C]."""
         out, ahead, leaving = self._new(self.weight(n)), self._gather(), Panels()
         for left in reversed(range(self.slices)):
-            panels = self._panels()
+            panels = self._in_order()
             if left:
                 ahead = self._gather()
             leaving = self._summed(n, WIDE if self.rows > 1 else self.element)
@@ -115,7 +120,7 @@ class ProductOnMesh:
         ahead, out, leaving = self._gather_both(n, copied=cut), None, Panels()
         for left in reversed(range(self.slices)):
             here, ahead = ahead, self._gather_both(n, copied=cut) if left else ahead
-            panels = self._panels()
+            panels = self._in_order()
             summed = self._new(WIDE / self.element * self._slice(n))
             out = self._plus(out, WIDE * self.tokens * n)
             leaving = summed, self._new(summed.size / self.rows, self.rows > 1)
@@ -129,17 +134,20 @@ class ProductOnMesh:
         before, held, every = x.node, x.storage if any(trains) else None, sum(outputs)
         whole = self.output_stationary(every)
         made = [whole if len(outputs) == 1 else self._new(self.own(each)) for each in outputs]
+        self.tape.moves(2 * self.own(every) * (len(outputs) > 1))
         del whole
 
         def backward(grads: GradientStorages) -> GradientStorages:
             found: GradientStorages = [None] * (1 + len(outputs))
             if before:
                 joined = self._new(self.own(every))
+                self.tape.moves(2 * self.own(every))
                 found[0] = self.left_stationary(every)
                 del joined
             wanted = sum(each for each, train in zip(outputs, trains, strict=True) if train)
             if wanted:
                 joined = self._new(self.own(wanted))
+                self.tape.moves(2 * (self.own(wanted) + self.weight(wanted)))
                 weights = self.right_stationary(wanted)
                 del joined
                 for number, train in enumerate(trains):
@@ -171,5 +179,5 @@ class ProductOnMesh:
 
 def all_features(tape: LayerTape, x: Tensor, ways: int) -> Tensor:
     """Return x with the features of all `ways` ranks gathered."""
-    whole = x.size * ways
-    return x if ways == 1 else tape.received(x, whole, whole)
+    whole, moves = x.size * ways, (2 * ways * x.size,) * 2
+    return x if ways == 1 else tape.remade(x, whole, beside=whole, back=whole, moves=moves)

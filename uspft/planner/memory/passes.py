@@ -300,16 +300,19 @@ class Moved(NamedTuple):
         return self.per_token * tokens + self.per_pass
 
 
-def moved_bytes(shape: ModelShape, columns: int, options: Options) -> dict[Blocks | None, Moved]:
+def moved_bytes(
+    shape: ModelShape, columns: int, experts: int, options: Options
+) -> dict[Blocks | None, Moved]:
     """Return what operations read and write, except products, attention and transfers: the mean of
     the layers with these blocks, and under None what is outside of the layers.
 
-    columns: the degree of tensor parallelism. Groups of heads and copies are taken to move as much
-    as a plain layer, whichever part of it is recomputed.
+    columns, experts: the degrees of tensor and of expert parallelism. Groups of heads and copies
+    are taken to move as much as a plain layer, whichever part of it is recomputed.
     """
     plain = replace(options, algorithm=WHOLE, at_once=None, copies=1, recompute=RECOMPUTES[-1])
     plain = replace(plain, micro_batch=1, first_layers=None, offload_activations=False)
-    layout = Layout(columns, blocks=columns > 1 and options.slices is not None)
+    on_mesh = columns > 1 and options.slices is not None
+    layout = Layout(columns, data=experts, blocks=on_mesh, experts=experts)
     tokens = 2 * columns * (options.mlp_tile or 1)
     few, more = (_moved(pass_bytes(shape, layout, n * tokens, plain)[0], shape) for n in (1, 2))
 

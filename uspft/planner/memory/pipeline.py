@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import NamedTuple
 
 from uspft.pipeline.schedules import Schedule, actions_of
@@ -94,7 +94,8 @@ def rank_bytes(
     few = micro_batches
     if schedule.scheduler != "gpipe":
         few = min(micro_batches, ROUNDS * stages.ranks)
-    every_moment = moments(stages.ranks, schedule, few, rank, stages.of_layer(one.first))
+    anywhere, first = schedule._replace(sizes=()), stages.of_layer(one.first)
+    every_moment = moments(stages.ranks, anywhere, few, rank, first)
     if not every_moment:  # forward alone: no gradient of its output, but messages under way
         beside = (SENT - 1 + (rank > 0)) * one.hidden
         return RankBytes(0.0, max(peak for stage in each for peak in stage.peaks) + beside, 0.0, 0)
@@ -161,8 +162,8 @@ def _stage_bytes(
 def moments(
     ranks: int, schedule: Schedule, micro_batches: int, rank: int, first: int = 0
 ) -> tuple[Moment, ...]:
-    """Return the distinct times at which a rank begins a backward. first: the first stage that has
-    one; earlier ones save nothing."""
+    """Return the times at which a rank begins a backward, without those at which it has less than
+    at another. first: the first stage that has one; earlier ones save nothing."""
     virtual, last = schedule.virtual, ranks * schedule.virtual - 1
     every = actions_of(schedule.scheduler, rank, ranks, micro_batches, virtual, schedule.chunks)
     actions = [one for one in every if one.kind == "forward" or one.stage >= first]
@@ -172,7 +173,7 @@ def moments(
     for action in actions:
         coming[_source(action.kind, action.stage, last, ranks)] += 1
     lines: dict[int, list[bool]] = {}
-    found = dict[Moment, None]()
+    found: dict[tuple[int, int], list[Moment]] = {}
     for kind, stage, _, chunk in actions:
         own = stage // ranks
         coming[_source(kind, stage, last, ranks)] -= 1
@@ -184,10 +185,20 @@ def moments(
         under_way[own][chunk] -= 1
         posted = sum(1 for source, left in coming.items() if left and source not in (-1, rank))
         sent = sum(sum(line) for line in lines.values())
-        found[Moment(own, chunk, tuple(map(tuple, under_way)), posted + sent)] = None
+        one = Moment(own, chunk, tuple(map(tuple, under_way)), posted + sent)
+        most = found.setdefault((own, chunk), [])
+        if not any(_covers(other, one) for other in most):
+            most[:] = [*(other for other in most if not _covers(one, other)), one]
         if stage > first:
             _send(lines, (stage - 1) % ranks, alone=True)
-    return tuple(found)
+    return tuple(chain.from_iterable(found.values()))
+
+
+def _covers(one: Moment, other: Moment) -> bool:
+    """Tell whether a time has at least as much of everything as another of its stage and chunk."""
+    every = zip(one.under_way, other.under_way, strict=True)
+    counts = (pair for both in every for pair in zip(*both, strict=True))
+    return one.messages >= other.messages and all(a >= b for a, b in counts)
 
 
 def _source(kind: str, stage: int, last: int, ranks: int) -> int:

@@ -6,14 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from uspft.families import (
-    NO_KEYS,
-    ModelShape,
-    StateSizes,
-    layer_blocks,
-    layer_windows,
-    state_sizes,
-)
+from uspft.families import NO_KEYS, ModelShape, StateSizes, layer_blocks, layer_windows, state_sizes
 from uspft.families.projections import BEHIND, STATE_LAYER
 from uspft.pipeline.stages import first_layers
 from uspft.planner.expert_traffic import ranks_met

@@ -83,7 +83,7 @@ class ZeroRank:
     @property
     def several(self) -> bool:
         """Whether a step has more than one backward."""
-        return self.options.several(self.layout)
+        return self.options.passes(self.layout) > 1
 
     @property
     def sums_at_the_end(self) -> bool:

@@ -364,7 +364,8 @@ def test_what_a_tokenizer_s_own_template_calls_the_roles_may_be_text(tmp_path: P
     assert "it writes <|user|>, <|assistant|>, <|end|>, and" in line
 
 
-END = "{{ '<|im_end|>' }}"
+END, OPEN = "{{ '<|im_end|>' }}", "{%- generation -%}"
+HEADER = "{{ '<|im_start|>assistant\\n' }}"
 
 
 @pytest.mark.parametrize(
@@ -379,9 +380,13 @@ END = "{{ '<|im_end|>' }}"
             ),
             "marks end before <|im_end|>, which does not train; put {% endgeneration %} behind it",
         ),
+        (
+            MARKED["chatml"].replace(f"{HEADER}{OPEN}", f"{OPEN}{HEADER}"),
+            "marks hold '<|im_start|>assistant\\n', which the generation prompt has, and it trains",
+        ),
         ("{{ strftime_now('%Y') }}" + MARKED["chatml"], "writes the day (strftime_now), so that"),
     ],
-    ids=["marks", "a date", "no tokens", "an end outside", "today"],
+    ids=["marks", "a date", "no tokens", "an end outside", "a header inside", "today"],
 )
 def test_what_to_know_of_a_template_is_told(tmp_path: Path, source: str, note: str | None) -> None:
     path = write_lines(tmp_path / "a.jsonl", [CHAT])
@@ -399,7 +404,7 @@ def test_thoughts_that_no_answer_is_written_with_are_noted(tmp_path: Path) -> No
     also = {**CHAT["messages"][1], "thinking": "Hm."}
     records = [CHAT, *({"messages": [CHAT["messages"][0], one]} for one in (thinks, also))]
     path = write_lines(tmp_path / "a.jsonl", records)
-    data = DataBlock(train=str(path), sequence_length=64)
+    data = DataBlock(train=str(path), sequence_length=128)
     notes = f"{path}:2: the chat template leaves out the thoughts of answers (reasoning_content) "
     notes += "(2 such: lines 2, 3); name a data.chat_template that writes them"
     report = read_report(prepare(data, str(TOKENIZER), 8192, tmp_path / "cache"))
@@ -407,9 +412,14 @@ def test_thoughts_that_no_answer_is_written_with_are_noted(tmp_path: Path) -> No
     assert first_look(data, str(TOKENIZER), 8192).shapes[1:] == [notes]
     jinja = tmp_path / "a.jinja"
     jinja.write_text(MARKED["thoughts"])
-    data = DataBlock(train=str(path), sequence_length=64, chat_template=str(jinja))
+    data = DataBlock(train=str(path), sequence_length=128, chat_template=str(jinja))
     assert read_report(prepare(data, str(TOKENIZER), 8192, tmp_path / "cache"))["skipped"] == []
     assert ChatTemplate(UNMARKED["thoughts"], {}).writes_thoughts
+    inside = {**CHAT["messages"][1], "content": "<think>So.</think>Hello"}
+    earlier = [[CHAT["messages"][0], one] * 2 for one in (thinks, inside)]
+    write_lines(path, [CHAT, *({"messages": turns} for turns in earlier)])
+    (note,) = read_report(prepare(data, str(TOKENIZER), 8192, tmp_path / "cache"))["skipped"]
+    assert note.startswith(f"{path}:2: the chat template leaves out the thoughts of some answers")
 
 
 def test_turns_are_counted_as_the_record_has_them(tmp_path: Path) -> None:

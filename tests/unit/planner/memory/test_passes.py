@@ -5,7 +5,6 @@ what trains and type."""
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import cycle
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -20,16 +19,17 @@ from tests.support.ranks import alone, spawn
 from tests.unit.planner.memory.test_formula import (
     HYBRIDS,
     LAYOUTS,
-    ROUTED,
     SAVING,
     TOKENS,
     TRAINED,
     Case,
     config_of,
+    legal,
 )
 from uspft.config.inputs import ModelBlock
 from uspft.config.recipe import MemoryBlock
 from uspft.families import ModelShape, layer_blocks, read_shape
+from uspft.layout import Layout
 from uspft.planner.memory.passes import moved_bytes
 from uspft.prepare.host import CONFIGS
 
@@ -38,23 +38,21 @@ MODELS += ("olmo2", "phi3", "mixtral", "qwen3 moe", "shared", "glm", "ernie", *H
 SAVED = ("none", "none, tiles", "attention", "attention, tiles")
 
 
-def runs(traits: tuple[Any, ...]) -> bool:
-    """Whether torch's grouped products of a case's experts run on meta."""
-    case = Case(*traits)
-    return case.model not in ROUTED or case.dtype == "bfloat16"
-
-
-FACTORS = ("whole", "tensor, tokens"), SAVED, ("all", "lora"), ("bfloat16", "float32")
-EVERY = [Case(*traits) for traits in pairwise(MODELS, *FACTORS, legal=runs)]
+PLACES: dict[str, tuple[Layout, str, dict[str, Any]]] = {
+    **{name: LAYOUTS[name] for name in ("whole", "tensor, tokens", "mesh 1 2")},
+    "experts": (Layout(data=4, experts=4), "ulysses_cp", {}),
+}
+FACTORS = tuple(PLACES), SAVED, ("all", "lora"), ("bfloat16", "float32")
+EVERY = [Case(*traits) for traits in pairwise(MODELS, *FACTORS, legal=legal)]
 
 
 def few() -> list[Case]:
     """Each model in one way to run, in pairs of all else."""
-    found = []
-    for model, traits in zip(MODELS, cycle(pairwise(*FACTORS)), strict=False):
-        case = Case(model, *traits)
-        found.append(case if runs(case) else case._replace(dtype="bfloat16"))
-    return found
+    every, found = pairwise(*FACTORS) * 2, []
+    for model in MODELS:
+        found.append(next(one for one in every if legal((model, *one))))
+        every.remove(found[-1])
+    return [Case(model, *traits) for model, traits in zip(MODELS, found, strict=True)]
 
 
 def made_of(model: str, dtype: str) -> Any:
@@ -67,7 +65,7 @@ def counted(rank: int, cases: list[Case]) -> list[int]:
     found = []
     with alone(), patch("uspft.model.loss._add_product", lambda out, a, b: None):
         for case in cases:
-            counting, (where, algorithm, others) = MovedBytes(), LAYOUTS[case.layout]
+            counting, (where, algorithm, others) = MovedBytes(), PLACES[case.layout]
             config, memory = made_of(case.model, case.dtype), MemoryBlock(**SAVING[case.saving])
             with patch("benchmarks.memory.count.LiveBytes", lambda: counting):  # noqa: B023
                 given = config, TOKENS, memory, where, algorithm
@@ -77,16 +75,17 @@ def counted(rank: int, cases: list[Case]) -> list[int]:
 
 
 def predicted(case: Case, shape: ModelShape) -> float:
-    layout, algorithm, others = LAYOUTS[case.layout]
+    layout, algorithm, others = PLACES[case.layout]
     of = {"dtype": case.dtype, "trained": TRAINED[case.trained]}
     options = options_for(shape, MemoryBlock(**SAVING[case.saving]), algorithm, **of, **others)
-    found = moved_bytes(shape, layout.mesh_columns, replace(options, slices=None))
+    options = options if layout.is_mesh else replace(options, slices=None)
+    found = moved_bytes(shape, layout.mesh_columns, layout.experts, options)
     return sum(found[blocks].of(TOKENS) for blocks in (*layer_blocks(shape), None))
 
 
 @pytest.mark.parametrize("cases", [few(), pytest.param(EVERY, marks=pytest.mark.full)])
 def test_a_pass_moves_what_is_counted(cases: list[Case], tmp_path: Path) -> None:
-    """Within 5 %; and other ways to save memory are found out."""
+    """Within 6 %, on a mesh within 8; and other ways to save memory are found out."""
     off = {}
     for case, have in zip(cases, spawn(1, counted, cases)[0], strict=True):
         made_of(case.model, case.dtype).save_pretrained(tmp_path / case.model)
@@ -95,6 +94,7 @@ def test_a_pass_moves_what_is_counted(cases: list[Case], tmp_path: Path) -> None
         ratio = predicted(case, shape) / have
         unlike = case._replace(saving="attention" if case.saving == "none" else "none")
         other = predicted(unlike, shape) / have
-        if abs(ratio - 1) > 0.05 or (abs(other - 1) < 0.05 and case.model != "many words"):
+        close = 0.08 if "mesh" in case.layout else 0.06
+        if abs(ratio - 1) > close or (abs(other - 1) < close and case.model != "many words"):
             off[case] = ratio, other
     assert len(cases) >= len(MODELS) and off == {}, "\n".join(f"{c}: {r}" for c, r in off.items())
