@@ -365,11 +365,17 @@ def test_memory_of_a_pipeline_is_that_of_the_rank_that_needs_most() -> None:
             assert inputs == want
 
 
-def test_memory_of_a_pipeline_knows_whose_layers_train_and_have_experts() -> None:
-    """Ranks with as many layers differ in the layers that train, or that have experts."""
+def test_memory_of_a_pipeline_knows_what_layers_its_ranks_have() -> None:
+    """Of as many layers others train, have experts, or are checkpointed."""
     glm = hub("zai-org/GLM-4.5-Air")  # of whose layers the first has no experts
     frozen = {"freeze": (r"embed|lm_head|layers\.(\d|1[0-5])\.",)}
-    for model, sizes, more in ((LLAMA, (6, 10, 10, 6), frozen), (glm, (12, 12, 12, 10), {})):
+    some = {"first_layers": (8, 8, 0, 8)}
+    cases: list[tuple[ModelShape, tuple[int, ...], dict[str, Any]]] = [
+        (LLAMA, (6, 10, 10, 6), frozen),
+        (glm, (12, 12, 12, 10), {}),
+        (LLAMA, (8, 8, 8, 8), some),
+    ]
+    for model, sizes, more in cases:
         layout, schedule = Layout(data=4, pipeline=4), Schedule("gpipe", sizes=sizes)
         step = step_of(model, 1 << 13, step_rows=16, zero_stage=2, schedule=schedule, **more)
         found = ranked(step, Way(layout, WHOLE, stage=2, schedule=schedule), H100).memory

@@ -6,4 +6,6 @@ layer's forward and backward on that tape. Deviations from a plain layer have th
 `attention` and `in_flight` (ranks share a row), `mesh`, `experts`, `states` (linear attention),
 `head_groups` and `copies`. `passes` runs all layers and the head one after another, and `pipeline`
 counts the micro-batches in flight. `zero` has weights, gradients and the optimizer under DeepSpeed.
+The price of a step takes from `passes` what operations beside products read and write, which the
+same tape counts.
 """

@@ -118,7 +118,7 @@ class LayerTape(Tape):
         return self.remade(x, size, back=x.size, keeps=index, moves=moves)
 
     def received(self, x: Tensor, size: float, beside: float = 0.0) -> Tensor:
-        """Return what a transfer of x makes. beside: the bytes of a buffer in each direction."""
+        """Return the result of a transfer of x. beside: the bytes of a buffer in each direction."""
         return self.remade(x, size, beside=beside, back=beside, moves=(0.0, 0.0))
 
     def copied(self, x: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
-"""The memory of one micro-batch's activations, by replaying on a tape what each layer allocates and
-saves, and then the last norm, the head and the loss, with the router's auxiliary loss
-(model/causal.py, model/loss.py)."""
+"""The memory of one micro-batch's activations, and the bytes that its operations read and write, by
+replaying on a tape what each layer allocates and saves, and then the last norm, the head and the
+loss, with the router's auxiliary loss (model/causal.py, model/loss.py)."""
 
 from __future__ import annotations
 
