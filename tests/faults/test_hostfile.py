@@ -49,7 +49,9 @@ def test_what_a_hostfile_says(
     ("text", "told"),
     [
         ("a slots=8\nb slots=4\n", r"hosts:2: b has 4 slots and a 8; write as many for every host"),
-        ("a slots=eight\nb slots\n", r"hosts:2: `b slots` is no host"),
+        ("a slots=2\nb slots\n", r"hosts:2: `b slots` is no host"),
+        ("a slots=eight\n", r"hosts:1: `a slots=eight` is no host; write `name slots=8`"),
+        ("a slot=8\n", r"hosts:1: `a slot=8` is no host; write `name slots=8`"),
         ("a\nb slots=0\n", r"hosts:2: `b slots=0` is no host; write `name slots=8`"),
         ("# none\n", "names no host"),
     ],

@@ -71,15 +71,13 @@ def counts_samples(identity: dict[str, Any]) -> bool:
 
 def differences(old: dict[str, Any], new: dict[str, Any]) -> list[tuple[str, str, str]]:
     """Return (key, what is wrong, remedy) for each value of `new` that differs from `old`'s."""
-    anew = "another output_dir, or checkpoint.resume=never"
+    anew = "or checkpoint.resume=never, which trains anew"  # another folder may resume this one
     found = []
     for key, value in new.items():
         if key == CONTENTS and old.get(key) != value:
             what = "gives other tokens than the checkpoint was trained on"
-            remedy = (
-                f"put files, keys of `data`, tokenizer and library versions back, or write {anew}"
-            )
-            found.append(("data.train", what, remedy))
+            back = "put files, keys of `data`, tokenizer and versions (uspft's too) back"
+            found.append(("data.train", what, f"{back}, {anew}"))
         elif key == EVALUATION and old.get(key, value) != value:
             what = "gives other tokens than earlier evaluations, whose losses choose the best one"
             remedy = f"checkpoint.keep_best false and training.patience null, {anew}"
@@ -89,13 +87,13 @@ def differences(old: dict[str, Any], new: dict[str, Any]) -> list[tuple[str, str
         elif key == BASE and old.get(key, value) != value:
             place = "model.config" if new.get("model.config") else "model.name_or_path"
             what = "is another model than the checkpoint was trained on"
-            found.append((place, what, f"put its files back, or write {anew}"))
+            found.append((place, what, f"put its files back, {anew}"))
         elif key == BATCH and counts_samples(old) != counts_samples(new):
             kinds = ("rows", "samples, as with parallel_config.strategies")
             one, other = (kinds[counts_samples(identity)] for identity in (new, old))
             remedy = "write strategies" if counts_samples(old) else "leave strategies out"
             what = f"counts {one}, and in the checkpoint's run it counts {other}"
-            found.append((key, what, f"{remedy}, write {anew}"))
+            found.append((key, what, f"{remedy}, {anew}"))
         elif key not in {BASE, EVALUATION, *PLACES} and old.get(key) != value:
             what = f"is {_shown(value)}, and the checkpoint was trained with {_shown(old.get(key))}"
             found.append((key, what, f"write that value, {anew}"))

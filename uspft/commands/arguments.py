@@ -177,7 +177,7 @@ MEANING: Mapping[str, str] = {
     "--steps": "compare N steps",
     "--inject": "break order, mask, scale or label, which every layout must show",
     "--all": "all legal layouts, and not the first of them",
-    "convert -o": "the recipe to write",
+    "convert -o": "the recipe to write, THEIRS-uspft.yaml if left out",
     "--force": "write over a file",
     "convert --ranks": "how many devices the configuration runs on",
     "--from": "whose configuration it is, where its keys do not tell",

@@ -186,13 +186,15 @@ class Hint:
 def hint_of(key: str, at: str, value: Any) -> Hint | None:
     """Return the hint for an unknown recipe key at a path, or None.
 
-    It looks for the whole path first, then for the key alone, then for the key as the last part of
-    a path if all tools that have it mean the same key of ours.
+    It looks for the whole path first, then for the key alone, preferring a tool that has a key of
+    ours for it; then for the key as the last part of a path if all tools that have it mean the same
+    key of ours.
     """
     for path in (join(at, key), key):
-        for rows in (table_of(name).rows for name in TOOLS):
-            if (row := rows.get(path)) and row.holds(value) and not (row.top and at):
-                return row.hint
+        rows = (table_of(name).rows.get(path) for name in TOOLS)
+        held = [row for row in rows if row and row.holds(value) and not (row.top and at)]
+        if held:
+            return next((row for row in held if row.to), held[0]).hint
     every = (item for name in TOOLS for item in table_of(name).rows.items())
     ends = [row for path, row in every if path.endswith(f".{key}") and row.holds(value)]
     if key not in _GENERIC and len({row.key for row in ends}) == 1:

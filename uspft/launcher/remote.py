@@ -190,10 +190,12 @@ def read_hostfile(file: Path) -> tuple[list[str], int | None]:
         if not line:
             continue
         found = LINE.fullmatch(line)
-        told = [SLOTS.fullmatch(word) for word in found["rest"].split()] if found else []
+        rest = found["rest"].split() if found else []
+        told = [SLOTS.fullmatch(word) for word in rest]
         counts = [one[1] for one in told if one] + ([found["colon"]] if found else [])
         count = next(filter(None, counts), None)
-        if not found or count == "0":
+        unread = [word for word, one in zip(rest, told, strict=True) if not one]
+        if not found or count == "0" or any(word.startswith("slot") for word in unread):
             raise LaunchError(f"{file}:{number}: `{line}` is no host; write `name slots=8`")
         name = found["name"]
         first.setdefault(name, number)

@@ -139,12 +139,16 @@ def _rows(recipe: Recipe, layout: Layout) -> Iterator[str]:
     passes, at_once = micro_batches(recipe, layout), micro * layout.data
     if empty := passes * at_once - rows:
         turns = f"{passes} passes" if passes > 1 else "one pass"
-        of = f"{layout.data} replicas, {micro} rows each" if micro > 1 else f"{layout.data} rows"
+        of = f"{layout.data} rows"
+        less = ["use fewer processes"] * (layout.data > 1)
+        if micro > 1:
+            of = f"{counted(layout.data, 'replica')}, {micro} rows each"
+            less.insert(0, "a smaller training.micro_batch_size")
         few = f"{rows} rows a step leave" if rows > 1 else "a row a step leaves"
         yield (
             f"training.global_batch_size: {few} {empty} of {passes * at_once} places empty "
             f"({turns} of {of}), which compute padding; "
-            f"write a multiple of {at_once}, or use fewer processes"
+            f"write a multiple of {at_once}, or {', or '.join(less)}"
         )
 
 
@@ -203,8 +207,8 @@ def _often(steps: float | None, epochs: float | None, ends: Sequence[int]) -> st
     if steps is None and epochs is None:
         return "at the end"
     if steps and steps >= 1:
-        return f"after every {counted(int(steps), 'step')} and at the end"
-    every = _epochs(epochs) if epochs else f"{steps:.3g} of all steps"
+        return f"after every {counted(int(steps), 'step').removeprefix('1 ')} and at the end"
+    every = _epochs(epochs).removeprefix("1 ") if epochs else f"{steps:.3g} of all steps"
     named = [f"{step:,}" for step in (*ends[:3], *ends[3:][-1:])]
     named[3:3] = ["…"] * (len(ends) > 4)
     which = f" (step{'s' * (len(named) > 1)} {', '.join(named)})" if named else ""

@@ -233,6 +233,9 @@ def test_what_is_no_key_of_another_tool_has_no_hint() -> None:
         assert hint_of(key, "", 1) is None, key
     assert hint_of("stage", "", 3) is None, "a stage of theirs is a word"
     assert hint_of("template", "data", "x") is None, "it means that outside all blocks alone"
+    for key, ours in (("max_length", "data.sequence_length"), ("do_eval", "data.eval")):
+        hint = hint_of(key, "data", 1)  # another tool has the key too, and it does nothing there
+        assert hint is not None and hint.to == {ours}
     block = hint_of("runner_config", "", {"epochs": 1, "batch_size": 2, "sink_mode": True})
     assert block is not None
     assert block.to == {"training.epochs", "training.micro_batch_size"}

@@ -160,8 +160,15 @@ def test_replicas_without_rows(tmp_path: Path, rows: int, micro: int, told: list
     found = examined_over(
         tmp_path, rows, training={"micro_batch_size": micro}, parallel_config={"data_parallel": 4}
     )
-    remedy = f"which compute padding; write a multiple of {4 * micro}, or use fewer processes"
+    fewer = "a smaller training.micro_batch_size, or " * (micro > 1) + "use fewer processes"
+    remedy = f"which compute padding; write a multiple of {4 * micro}, or {fewer}"
     assert found.wasted == [f"training.global_batch_size: {line}, {remedy}" for line in told]
+
+
+def test_one_replica_is_not_told_to_use_fewer_processes(tmp_path: Path) -> None:
+    (line,) = examined_over(tmp_path, 1, training={"micro_batch_size": 2}).wasted
+    assert "(one pass of 1 replica, 2 rows each)" in line
+    assert line.endswith("; write a multiple of 2, or a smaller training.micro_batch_size")
 
 
 def test_each_strategy_is_looked_at_and_its_samples_are_not(tmp_path: Path) -> None:
@@ -230,6 +237,12 @@ def test_when_it_saves_and_evaluates_is_told(tmp_path: Path, corpus: Path) -> No
     assert [*intervals_told(share, Job(share, corpus, 10, {}))] == [
         "checkpoints: after every 0.4 of all steps (steps 4, 8) and at the end; "
         "the newest 2 are kept"
+    ]
+    each = training | {"eval_every_steps": 1}
+    often = recipe(tmp_path, data=evaluated, training=each, checkpoint={"every_epochs": 1})
+    assert [*intervals_told(often, None)] == [
+        "checkpoints: after every epoch and at the end; the newest 2 are kept",
+        "evaluation: y.jsonl, after every step and at the end",
     ]
     stops = share.changed(training={"stop_step": 7})
     (line,) = intervals_told(stops, Job(stops, corpus, 10, {}))
