@@ -22,7 +22,7 @@ from uspft.planner.products import (
 from uspft.planner.stages import stages_of
 from uspft.planner.step_shape import DrawnRows
 from uspft.planner.trained import trained_layers
-from uspft.sequence.rows.heads import split_heads
+from uspft.sequence.rows.heads import HeadSplit, split_heads
 
 if TYPE_CHECKING:
     from uspft.layout import Layout
@@ -56,7 +56,21 @@ class Sharing:
     @property
     def widest(self) -> tuple[int, int]:
         """The query and KV heads of the Ulysses rank with most."""
-        return split_heads(self.heads, self.kv_heads, self.row.ulysses).widest
+        return self._split.widest
+
+    @property
+    def _split(self) -> HeadSplit:
+        return split_heads(self.heads, self.kv_heads, self.row.ulysses)
+
+    @property
+    def whole(self) -> BytesPerToken:
+        """The bytes per token for all heads, as of the Ulysses rank with most."""
+        ranks, per_kv = self.row.ulysses, self.heads // self.kv_heads
+        members = (self._split.groups(member, per_kv) for member in range(ranks))
+        ranges = max(members, key=lambda of: (len(of) > 1, of[-1][0][1] if of else 0))
+        calls = [self.token(ranks * (b - a), ranks * (d - c)) for (a, b), (c, d) in ranges]
+        queries, keys = (ranks * each for each in self.widest)
+        return self.token(queries, keys)._replace(calls=tuple(calls) if len(calls) > 1 else ())
 
     def bytes(self, heads: float) -> float:
         """Return the bytes of this many heads of this rank's tokens."""
