@@ -447,7 +447,11 @@ def pass_bytes(
         offloads,
         tuple(map(bool, keeps)),
         tuple(
-            layer_bytes(one, reached=False, beside=(not one.recompute) * one.between_bytes())
+            layer_bytes(
+                one,
+                reached=False,
+                beside=(one.trains and not one.recompute) * one.between_bytes(),
+            )
             for one in alone
         ),
         routers,
