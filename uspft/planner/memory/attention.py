@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from uspft.planner.memory.in_flight import backward_bytes, forward_bytes, kept_bytes
+from uspft.planner.memory.in_flight import (
+    BytesPerToken,
+    backward_bytes,
+    forward_bytes,
+    kept_bytes,
+)
 from uspft.planner.memory.operations import WIDE, LayerTape
 from uspft.planner.memory.sizes import Sharing, StateHeads
 from uspft.planner.memory.tape import GradientStorages, Storage, Tensor
@@ -76,43 +81,43 @@ def scattered(
 
 def attend(tape: LayerTape, qkv: list[Tensor], how: Sharing) -> Tensor:
     """Return attention of this rank's queries over the keys of all ring ranks."""
-    heads, kv = (how.row.ulysses * each for each in how.widest)
-    sizes, work = [one.size for one in qkv], work_bytes(how, heads, kv)
-    made = attended(tape, how, heads, kv)
-    received = tape.new(how.tokens * kept_bytes(how.row, how.token(heads, kv)))
+    token = how.whole
+    sizes, work = [one.size for one in qkv], work_bytes(how, token)
+    made = attended(tape, how, token)
+    received = tape.new(how.tokens * kept_bytes(how.row, token))
 
     def backward(grads: GradientStorages) -> GradientStorages:
         tape.new(work)
         return [tape.new(size) for size in sizes]
 
-    size = how.bytes(heads)
+    size = how.tokens * token.query
     keeps = [*made, received, *qkv]
     return tape.record(qkv, (size,), backward, saves=True, keeps=keeps, made=made[1:])[0]
 
 
-def work_bytes(how: Sharing, queries: int, keys: int) -> float:
-    """Return the peak bytes of the backward of these query and KV heads, apart from saved tensors
+def work_bytes(how: Sharing, token: BytesPerToken) -> float:
+    """Return the peak bytes of the backward of some query and KV heads, apart from saved tensors
     and the gradients that it returns."""
-    token = how.token(queries, keys)
     most = backward_bytes(how.row, token)
     if (
         how.row.behind and how.row.ring == 1
     ):  # the sum of dQ, the results of two chunks, and their outputs
-        most = max(most, token.wide * token.query + 2 * (token.query + token.pair))
-    return how.tokens * (most + how.flash * flash_bytes(how, queries, keys))
+        most = max(most, token.wide * token.query + (2 + bool(token.calls)) * token.results)
+    flash = max(flash_bytes(how, some) for some in token.calls or (token,))
+    return how.tokens * (most + how.flash * flash)
 
 
-def flash_bytes(how: Sharing, queries: int, keys: int) -> float:
+def flash_bytes(how: Sharing, token: BytesPerToken) -> float:
     """Return the bytes per token of the workspace of torch's flash attention in a backward: the sum
     of dQ in float32; if heads share keys, dK and dV of each; and two float32 per query head for its
     softmax (measured, benchmarks/results/card.json: flash-attn 4 allocates as much or less)."""
-    wide = 4.0 * queries * (-(-how.dim // DIM_STEP) * DIM_STEP + 2)
-    return wide + (2.0 * how.element * queries * how.dim if queries != keys else 0.0)
+    wide = token.lse * (-(-how.dim // DIM_STEP) * DIM_STEP + 2)
+    return wide + (2 * token.query if 2 * token.query != token.pair else 0.0)
 
 
-def attended(tape: LayerTape, how: Sharing, queries: int, keys: int) -> list[Storage]:
-    """Return the log-sum-exp and the output of this many query and KV heads."""
-    token, out = how.token(queries, keys), how.bytes(queries)
+def attended(tape: LayerTape, how: Sharing, token: BytesPerToken) -> list[Storage]:
+    """Return the log-sum-exp and the output of some query and KV heads."""
+    out = how.tokens * token.query
     lse, large = token.lse * how.tokens, out * token.wide
     sums = tape.new(lse)
     if how.row.ring > 1 or how.row.behind:
@@ -123,18 +128,28 @@ def attended(tape: LayerTape, how: Sharing, queries: int, keys: int) -> list[Sto
             how.row.ring == 2 and how.row.stages is None and not how.row.behind
         ):  # its last keys are in memory
             hands.pop()
-        part = tape.new(out), tape.new(lse)
+        part = _output(tape, token, out, lse)
         if large > out:
             found = tape.new(large)
         del part, hands
     else:
-        sums, found = tape.new(lse), tape.new(out)
+        found, sums = _output(tape, token, out, lse)
     if how.sinks:
         sums = tape.new(lse)
         found = tape.new(large)
     if found.size > out:
         found = tape.new(out)
     return [sums, found]
+
+
+def _output(
+    tape: LayerTape, token: BytesPerToken, out: float, lse: float
+) -> tuple[Storage, Storage]:
+    """Return the output and the log-sum-exp of a kernel, concatenated if it makes several calls."""
+    parts = [tape.new(out + lse)] if token.calls else []
+    found = tape.new(out), tape.new(lse)
+    del parts
+    return found
 
 
 class Remembered:

@@ -336,7 +336,7 @@ class AttentionGroupMemory(GroupMemory):
             others = []
             ahead = turns[number + 1 : number + 2] if how.row.ulysses > 1 else []
             coming = self._launched(ahead[0]) if ahead else []
-            lses, *own = attended(tape, how, turn.queries, turn.keys)
+            lses, *own = attended(tape, how, how.token(turn.queries, turn.keys))
             del query
             if turn.last:
                 pair = []
@@ -366,7 +366,7 @@ class AttentionGroupMemory(GroupMemory):
             others = []
             coming = self._start(slope) + self._start([tape.new(size)])
             both = _arrived(coming)
-            tape.new(work_bytes(how, turn.queries, turn.keys))
+            tape.new(work_bytes(how, how.token(turn.queries, turn.keys)))
             dq = [tape.new(size)]
             new = [tape.new(keys) for _ in range(2)]
             saved.pop(0)

@@ -74,6 +74,14 @@ class BytesPerToken(NamedTuple):
     wide: int
     """The size of a float32 element divided by that of the compute dtype."""
     sinks: bool = False
+    calls: tuple[BytesPerToken, ...] = ()
+    """The bytes of each range of heads if a kernel call takes only some, whose results are then
+    concatenated (kernels/kernel.py, Grouped); empty: one call takes all heads."""
+
+    @property
+    def results(self) -> float:
+        """The bytes of the gradients of a token's query, key and value."""
+        return self.query + self.pair
 
     @property
     def of_sinks(self) -> float:
@@ -121,7 +129,8 @@ def backward_bytes(how: RowSharing, token: BytesPerToken) -> float:
     """Return the peak bytes of attention's backward per token of the fullest rank, apart from saved
     tensors and the output's gradient; 0 if a rank's attention is a single block."""
     if how.ring == 1 and how.window is None:
-        return token.query + token.pair + token.of_sinks if token.sinks else 0.0
+        most = max(token.of_sinks, token.results if token.calls else 0.0)
+        return token.results + most if most else 0.0
     return _with_saved_keys(how, token) - kept_bytes(how, token)
 
 
@@ -281,10 +290,15 @@ def _kernel(
     tape: Tape, blocks: Sequence[Block], keys: int, queries: int, token: BytesPerToken
 ) -> tuple[RangeGradients, RangeGradients]:
     """Return the gradients of blocks' queries, and of their keys and values, as
-    VarlenKernel.backward allocates them.
+    VarlenKernel.backward and Grouped.backward allocate them.
 
     keys, queries: their numbers of tokens.
     """
+    if token.calls:
+        parts = [_kernel(tape, blocks, keys, queries, some) for some in token.calls]
+        each = zip(parts[0], (token.query, token.pair), strict=True)
+        whole = [[(n, tape.new(n * size)) for n, _ in some] for some, size in each]
+        return whole[0], whole[1]
     given = rows = tape.new(0.0)
     of_queries: RangeGradients = []
     of_keys: RangeGradients = []

@@ -22,7 +22,7 @@ from uspft.planner.products import (
 from uspft.planner.stages import stages_of
 from uspft.planner.step_shape import DrawnRows
 from uspft.planner.trained import trained_layers
-from uspft.sequence.rows.heads import split_heads
+from uspft.sequence.rows.heads import HeadSplit, split_heads
 
 if TYPE_CHECKING:
     from uspft.layout import Layout
@@ -56,7 +56,21 @@ class Sharing:
     @property
     def widest(self) -> tuple[int, int]:
         """The query and KV heads of the Ulysses rank with most."""
-        return split_heads(self.heads, self.kv_heads, self.row.ulysses).widest
+        return self._split.widest
+
+    @property
+    def _split(self) -> HeadSplit:
+        return split_heads(self.heads, self.kv_heads, self.row.ulysses)
+
+    @property
+    def whole(self) -> BytesPerToken:
+        """The bytes per token for all heads, as of the Ulysses rank with most."""
+        ranks, per_kv = self.row.ulysses, self.heads // self.kv_heads
+        members = (self._split.groups(member, per_kv) for member in range(ranks))
+        ranges = max(members, key=lambda of: (len(of) > 1, of[-1][0][1] if of else 0))
+        calls = [self.token(ranks * (b - a), ranks * (d - c)) for (a, b), (c, d) in ranges]
+        queries, keys = (ranks * each for each in self.widest)
+        return self.token(queries, keys)._replace(calls=tuple(calls) if len(calls) > 1 else ())
 
     def bytes(self, heads: float) -> float:
         """Return the bytes of this many heads of this rank's tokens."""
@@ -85,6 +99,8 @@ class StateHeads:
     """The name of the projection out of it."""
     index: float | None = None
     """As in Sharing."""
+    rows: int = 1
+    """The rows of a micro-batch, each one document."""
 
     @property
     def norm(self) -> str:
@@ -108,8 +124,11 @@ class StateHeads:
 
     @property
     def fragments(self) -> int:
-        """The fragments on a rank of a document that extends over several."""
-        return FRAGMENTS if self.ring > 1 else 1
+        """The fragments of documents on a rank; of each that extends over several ranks, FRAGMENTS.
+        One of two ranks has these adjacent, as a single larger one."""
+        if self.ring == 2:
+            return max(FRAGMENTS, self.rows)
+        return self.rows * (FRAGMENTS if self.ring > 1 else 1)
 
     @property
     def state(self) -> float:
@@ -126,7 +145,7 @@ class StateHeads:
     def others(self) -> float:
         """The bytes of the summaries of other ranks' fragments before (or after) this rank's;
         adjacent fragments of one rank count as one."""
-        return max(1, FRAGMENTS * (self.ring - 2)) * (self.state + self.passes)
+        return self.rows * max(1, FRAGMENTS * (self.ring - 2)) * (self.state + self.passes)
 
     def group(self, keys: int) -> StateHeads:
         """Return the sizes for only `keys` key heads, with their value heads."""
@@ -474,4 +493,5 @@ def _heads(shape: ModelShape, layout: Layout, options: Options, tokens: int) -> 
     (out,) = every.keys() - dict(into)
     degrees = layout.ulysses, layout.ring
     index = saved_index(layout, options, tokens)
-    return StateHeads(options.element, tokens, sizes.on(columns), *degrees, into, out, index)
+    rows = options.micro_batch
+    return StateHeads(options.element, tokens, sizes.on(columns), *degrees, into, out, index, rows)

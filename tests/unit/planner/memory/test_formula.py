@@ -109,6 +109,7 @@ def on_mesh(rows: int, columns: int, *slices: int) -> dict[str, Any]:
 
 LAYOUTS: dict[str, tuple[Layout, str, dict[str, Any]]] = {
     "whole": (Layout(), "ulysses_cp", {}),
+    "ulysses 3": (Layout(ulysses=3), "ulysses_cp", {}),
     "ulysses 4": (Layout(ulysses=4), "ulysses_cp", {}),
     "ulysses 16": (Layout(ulysses=16), "ulysses_cp", {}),
     "ring 2": (Layout(ring=2), "ring_cp", {}),
@@ -256,10 +257,13 @@ FEW = [
     Case("gemma4", "tensor", "exchange", "last layer", "bfloat16"),
     Case("many heads", "whole", "two tiles", "last layer", "bfloat16"),
     Case("many heads", "planned 4", "none", "all", "bfloat16"),
+    Case("many heads", "ulysses 3", "none, tiles", "all", "bfloat16"),
+    Case("gemma4", "ulysses 3", "none, tiles", "last layer", "bfloat16"),
     Case("llama", "ulysses 4", "offload of one layer", "all", "bfloat16", 2),
     Case("many heads", "hybrid", "none, tiles", "all", "float32", 2),
     Case("states", "ulysses 4", "attention, tiles", "all", "bfloat16", 2),
     Case("many heads", "ulysses 4", "groups", "all", "bfloat16", 2),
+    Case("states", "ulysses 4", "groups", "all", "bfloat16", 2),
 ]
 """Every value of each is among them."""
 
