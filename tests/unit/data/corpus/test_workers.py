@@ -140,6 +140,7 @@ def lives(process: int) -> bool:
 
 ENDED = f"""
 import os, signal, sys
+from contextlib import suppress
 from pathlib import Path
 from uspft.config.inputs import DataBlock
 from uspft.data.corpus.prepare import prepare
