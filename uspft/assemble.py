@@ -130,7 +130,11 @@ def assemble(
         module, pipeline = staged.get(world.layout.pipeline, (module, None))
         options = recipe.optimizer
         engine = ZeroEngine(
-            *(module, zero, options, holders, device),
+            module,
+            zero,
+            options,
+            holders,
+            device,
             pipeline=pipeline,
             switches=len(worlds) > 1,
         )

@@ -405,8 +405,9 @@ def _beside(first: Ranked, value: Any, other: Ranked) -> str:
     if first.fits and not other.fits:
         return f"with {said} it does not fit{name}"
     more = 1.0 if first.fits or name else other.memory.peak_bytes / first.memory.peak_bytes
-    if more > 1:  # of a layout's ways of which none fits the one that needs least is taken
-        return f"with {said} it needs {more:.4g} × as much memory"
+    ratio = f"{more:.4g}"
+    if float(ratio) > 1:  # of a layout's ways of which none fits the one that needs least is taken
+        return f"with {said} it needs {ratio} × as much memory"
     return f"with {said} a step takes {as_long(other.seconds, first.seconds)}{name}"
 
 
