@@ -17,6 +17,7 @@ from pydantic import ConfigDict, TypeAdapter, with_config
 from uspft import __version__
 from uspft.config import Recipe, as_tree, dump, load
 from uspft.config.problems import RunFailed
+from uspft.config.types import exactly
 from uspft.lease import Lease
 
 LOCAL = (
@@ -52,7 +53,7 @@ def intervals(length: float | None, steps: int) -> Sequence[int]:
     all steps, rounded up; none where it is None."""
     if length is None:
         return ()
-    each = math.ceil(length * steps) if length < 1 else int(length)
+    each = math.ceil(exactly(length) * steps) if length < 1 else int(length)
     return range(each, steps + 1, each)
 
 

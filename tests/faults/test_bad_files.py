@@ -165,7 +165,7 @@ def test_the_same_recipe_goes_on(
 
 
 CHANGED: dict[str, tuple[Any, str]] = {
-    "seed": (43, "is 43, and the checkpoint was trained with 42; write that value, another"),
+    "seed": (43, "is 43, and the checkpoint was trained with 42; write that value, or"),
     "model.dtype": ("bfloat16", 'is "bfloat16", and the checkpoint was trained with "float32"'),
     "data.sequence_length": (48, "is 48, and the checkpoint was trained with 32"),
     "data.shuffle": (False, "is false, and the checkpoint was trained with true"),

@@ -29,6 +29,7 @@ from tests.support.switching import (
     without_marks,
     wrong_of,
 )
+from uspft.engine.zero import ZeroEngine
 from uspft.families.projections import COLUMNS
 from uspft.parameters.shards import MatrixSplit, used_of_stored
 
@@ -176,10 +177,10 @@ FAULTS: dict[str, tuple[Case, str, Callable[..., Any]]] = {
             split, 0 if split.in_order else rank, degree, ways
         ),
     ),
-    "gradients of several weights come in no order": (
+    "each rank sums a layer's gradients in its own order": (
         Case("mesh: several", "zero2", packing="none"),
-        "uspft.tensor.flows.SlicedProduct.ways",
-        lambda self: self.held,
+        "uspft.assemble.ZeroEngine",
+        lambda *given, **named: ZeroEngine(*given, **{**named, "switches": False}),
     ),
     "columns take the queries of others": (
         Case("mesh: divided", "zero1"),

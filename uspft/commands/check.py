@@ -13,6 +13,7 @@ from uspft.config import Fault, InputError, Recipe
 from uspft.config.inputs import ELEMENT_BYTES
 from uspft.config.problems import UsageError, counted
 from uspft.data.corpus.prepare import first_look
+from uspft.data.files.sources import is_hub_id
 from uspft.job import Job
 from uspft.launcher.hosts import planned_hosts
 from uspft.metrics import as_size
@@ -76,8 +77,10 @@ def check(target: Path, overrides: Sequence[str], place: Invocation) -> int:
         found.not_checked.append(f"memory ({unknown})")
     after = place.to_type("preprocess", str(target), *overrides)
     knows = f"(a run knows the lengths of the data, or `{after}`)"
-    if job is None:
-        found.not_checked.append(f"the steps in which epochs end {knows}")
+    if job is None:  # preprocess does not tell what is held out, nor what the hub has
+        hub = any(is_hub_id(source.path) for source in recipe.data.train)
+        known = "(a run knows them)" if hub or recipe.data.eval_fraction else knows
+        found.not_checked.append(f"the steps in which epochs end {known}")
     if found.is_open:
         found.not_checked.append(f"strategies {knows}")
     print("\n".join([*lines, *(f"not checked: {thing}" for thing in found.not_checked)]))

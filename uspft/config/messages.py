@@ -334,10 +334,11 @@ def _sentence(
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if value in (0, 1) and number and "boolean" in types:
         return f"expected true or false, got {value}", f"write {'true' if value else 'false'}"
-    if number and kinds & _BOUNDS:
+    whole = isinstance(value, float) and value.is_integer() and "integer" in types
+    if number and kinds & _BOUNDS and not (whole and value >= 1):
         said = f"{value:g}" if "number" in types else value
         return f"is {said}, out of range", f"write {wanted}"
-    if isinstance(value, float) and value.is_integer() and "integer" in types:
+    if whole:
         said = types["integer"].get("title", "a whole number")
         return f"expected {said}, got {value!r}", f"write {int(value)}"
     if isinstance(value, list | tuple):

@@ -244,7 +244,7 @@ class TrainingBlock(RecipeBlock):
     objective: Annotated[str, OneOf(lambda: {name: name for name in OBJECTIVES})] = CAUSAL.name
     """What a step minimises; only `causal`, the cross-entropy of each next token, exists."""
     eval_every_steps: CountOrShare | None = None
-    """Steps between evaluations, below 1 a share of all; null: only the last step has one."""
+    """Steps between evaluations, below 1 a share of all; the last step always has one."""
     eval_every_epochs: Epochs | None = None
     """Epochs between evaluations, in place of `eval_every_steps`; 0.5 is twice an epoch."""
     patience: Count | None = None
@@ -285,7 +285,7 @@ class CheckpointBlock(RecipeBlock):
     """The block says when checkpoints are saved, how many are kept, and which one to resume."""
 
     every_steps: CountOrShare | None = 500
-    """Steps between checkpoints, below 1 a share of all; the last step has one too; null: none."""
+    """Steps between checkpoints, below 1 a share of all; the last has one; null: if stopped."""
     every_epochs: Epochs | None = None
     """Epochs between checkpoints, in place of `every_steps`; 0.5 is twice an epoch."""
     keep_last: Count | None = 2

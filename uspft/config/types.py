@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from fractions import Fraction as Ratio
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
@@ -143,9 +144,16 @@ Tokens = Annotated[int, tokens(1)]
 Positive = Annotated[float, Field(gt=0)]
 NotNegative = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
+PARTS = 10**6
+"""Into how many parts an epoch, or all steps of a run, are divided at most."""
 CountOrShare = Count | Annotated[float, Field(gt=0, lt=1)]
-Epochs = Annotated[float, Field(ge=1e-6)]
+Epochs = Annotated[float, Field(ge=1 / PARTS)]
 BelowOne = Annotated[float, Field(ge=0, lt=1)]
+
+
+def exactly(share: float | Ratio) -> Ratio:
+    """Return the fraction that a decimal stands for, such as 1/3 for 0.3333333333333333."""
+    return Ratio(share).limit_denominator(PARTS)
 
 
 # Words, text and paths.

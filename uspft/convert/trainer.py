@@ -329,7 +329,8 @@ def _steps(run: Conversion, start: str, key: str, default: Any) -> None:
     if found > 0:
         interval(run, f"{start}_steps", int(found) if found >= 1 else found, key)
     elif run.written(key):
-        run.wrong(key, "write a number above 0, or strategy: no")
+        strategy = "save_strategy" if start == SAVES else "eval_strategy"
+        run.wrong(key, f"write a number above 0, or {strategy}: no")
 
 
 def evaluates(run: Conversion) -> bool:

@@ -217,16 +217,17 @@ class RowTime(NamedTuple):
 def row_time(
     placed: PlacedStep,
     row: Segments,
-    parts: Callable[[PlacedStep], Iterable[StepPart]] = forward_and_backward,
+    parts: Callable[[PlacedStep], Iterable[StepPart]] | None = None,
 ) -> RowTime:
     """Return the seconds of a row with its documents under a layout, without ZeRO's transfers.
 
     In a pipeline they are the mean over stages, without the bubble. parts: the function that
-    returns the parts of a pass that count.
+    returns the parts of a pass that count; None: all of them.
     """
     alone = replace(placed.step, row=row, sample=None)
     one, two = (
-        seconds_of(parts(placed.of(alone.under(micro_batch=n)))) / placed.layout.pipeline
+        seconds_of((parts or forward_and_backward)(placed.of(alone.under(micro_batch=n))))
+        / placed.layout.pipeline
         for n in (1, 2)
     )
     own = min(one, two - one)

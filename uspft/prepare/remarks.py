@@ -194,6 +194,7 @@ def intervals_told(recipe: Recipe, job: Job | None) -> Iterator[str]:
     if checkpoint.every_epochs or (checkpoint.every_steps or 1) < 1:
         every = checkpoint.every_steps, checkpoint.every_epochs
         kept = f"the newest {checkpoint.keep_last} are" if checkpoint.keep_last else "all are"
+        kept = "the newest is" if checkpoint.keep_last == 1 else kept
         yield f"checkpoints: {_often(*every, job.saved_steps if job else ())}; {kept} kept"
     if sets:
         every = training.eval_every_steps, training.eval_every_epochs
@@ -208,11 +209,14 @@ def _often(steps: float | None, epochs: float | None, ends: Sequence[int]) -> st
         return "at the end"
     if steps and steps >= 1:
         return f"after every {counted(int(steps), 'step').removeprefix('1 ')} and at the end"
-    every = _epochs(epochs).removeprefix("1 ") if epochs else f"{steps:.3g} of all steps"
+    if epochs:
+        every = f"every {_epochs(epochs).removeprefix('1 ')}"
+    else:
+        every = f"each {steps:.3g} of all steps"
     named = [f"{step:,}" for step in (*ends[:3], *ends[3:][-1:])]
     named[3:3] = ["…"] * (len(ends) > 4)
     which = f" (step{'s' * (len(named) > 1)} {', '.join(named)})" if named else ""
-    return f"after every {every}{which} and at the end"
+    return f"after {every}{which} and at the end"
 
 
 def length_of_run(recipe: Recipe, corpus: Path, steps: int) -> list[str]:

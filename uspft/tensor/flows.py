@@ -238,25 +238,17 @@ class SlicedProduct:
         """Return the used parts of the weights."""
         return [cut(w, used) for w, used in zip(self.held, self.used, strict=True)]
 
-    def ways(self) -> list[Tensor]:
-        """Return views of the weights through which their gradients pass, the last weight's first.
-
-        DeepSpeed's ZeRO-2 reduces gradients in the order in which they are computed. That order
-        must be the same on ranks whose layout has no mesh, where each weight has its own product.
-        """
-        return [with_backward(lambda w: w.view_as(w), lambda dw: dw, w) for w in self.held]
-
 
 def inward(x: Tensor, how: SlicedProduct) -> tuple[Tensor, ...]:
     """Return the outputs, [t, o/C] each, of projections into a block for x [t, d/C];
     differentiable."""
-    found: tuple[Tensor, ...] = _Inward.apply(x, how, *how.ways())
+    found: tuple[Tensor, ...] = _Inward.apply(x, how, *how.held)
     return found
 
 
 def outward(x: Tensor, how: SlicedProduct) -> Tensor:
     """Return the output [t, d/C] of the projection out of a block of x [t, i/C]; differentiable."""
-    found: Tensor = _Outward.apply(x, how, *how.ways())
+    found: Tensor = _Outward.apply(x, how, *how.held)
     return found
 
 

@@ -16,6 +16,7 @@ from uspft.config.types import (
     As,
     BelowOne,
     Count,
+    CountOrShare,
     FilePath,
     Free,
     Natural,
@@ -52,6 +53,9 @@ def read(kind: Any, value: Any) -> Any:
         (Count, 4.5, "expected a whole number of at least 1, got 4.5; "
          "write a whole number of at least 1"),
         (Count, 0, "is 0, out of range; write a whole number of at least 1"),
+        (CountOrShare, 1e3, "expected a whole number, got 1000.0; write 1000"),
+        (CountOrShare, 1.5, "is 1.5, out of range; write a whole number of at least 1 or a number "
+         "above 0 and below 1"),
         (Annotated[int, Field(ge=0, le=3)], 4,
          "is 4, out of range; write a whole number from 0 to 3"),
         (Count | None, "None",

@@ -227,15 +227,15 @@ def test_when_it_saves_and_evaluates_is_told(tmp_path: Path, corpus: Path) -> No
     assert course == {"steps": 9, "saved_by_epochs": (1, 2, 3, 4, 5, 6, 7, 8, 9)}
     assert [*intervals_told(asked, Job(asked, corpus, identity={}, **course))] == [
         "checkpoints: after every 0.5 epochs (steps 1, 2, 3, …, 9) and at the end; all are kept",
-        "evaluation: y.jsonl, after every 0.25 of all steps (steps 3, 6, 9) and at the end",
+        "evaluation: y.jsonl, after each 0.25 of all steps (steps 3, 6, 9) and at the end",
     ]
     assert [*intervals_told(asked, None)] == [
         "checkpoints: after every 0.5 epochs and at the end; all are kept",
-        "evaluation: y.jsonl, after every 0.25 of all steps and at the end",
+        "evaluation: y.jsonl, after each 0.25 of all steps and at the end",
     ]
     share = recipe(tmp_path, checkpoint={"every_steps": 0.4})
     assert [*intervals_told(share, Job(share, corpus, 10, {}))] == [
-        "checkpoints: after every 0.4 of all steps (steps 4, 8) and at the end; "
+        "checkpoints: after each 0.4 of all steps (steps 4, 8) and at the end; "
         "the newest 2 are kept"
     ]
     each = training | {"eval_every_steps": 1}

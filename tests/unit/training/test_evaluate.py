@@ -197,6 +197,7 @@ def test_a_share_of_all_steps_is_that_of_transformers(tmp_path: Path, steps: int
         want = [step for step in range(1, steps + 1) if step % state.save_steps == 0]
         assert list(intervals(every, steps)) == want, every
     assert list(intervals(None, steps)) == []
+    assert intervals(0.07, 100)[0] == 7, "not 8, as floats round"
 
 
 def test_ranks_are_told_of_the_steps_that_save_and_evaluate(tmp_path: Path) -> None:

@@ -35,19 +35,21 @@ def render(record: Record, template: ChatTemplate, train_on: str) -> Rendered:
         text, spans = _conversation(record.fields, template, train_on)
     except SampleFault as fault:
         raise SampleFault(as_given(str(fault), record.system_added)) from fault
-    return Rendered(
-        text, spans, record.unused + unread(turns, template), _lost(turns, text, template)
-    )
+    answers = [i for i, turn in enumerate(turns) if turn["role"] == "assistant"]
+    trained = [turns[i] for i in _trained(turns, answers, train_on)]
+    unused = record.unused + unread(turns, template)
+    return Rendered(text, spans, unused, _lost(trained, text, template))
 
 
 def _lost(turns: list[Turn], text: str, template: ChatTemplate) -> str:
-    """Return which thoughts are not in the text, with the remedy; an empty text for none."""
+    """Return which thoughts of trained answers are not in the text, with the remedy; an empty text
+    for none."""
     named = ([turn[name] for name in _THOUGHTS if turn.get(name)] for turn in turns)
     given = [str(some[0]) for some in named if some]
     if given and not template.writes_thoughts:
         what = "the chat template leaves out the thoughts of answers (reasoning_content)"
         return f"{what}; name a data.chat_template that writes them"
-    said = (piece for turn in turns if turn["role"] == "assistant" for piece in _pieces(turn))
+    said = (piece for turn in turns for piece in _pieces(turn))
     given += [one.rpartition(_THOUGHT)[0].rpartition("<think>")[2] for one in said]
     asked = Counter(thoughts.strip() for thoughts in given)
     if all(text.count(thoughts) >= count for thoughts, count in asked.items() if thoughts):

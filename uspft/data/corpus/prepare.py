@@ -292,8 +292,9 @@ def hold_out(folder: Path, recipe: Recipe) -> tuple[Path, Path]:
         named = [folder.name, fraction, recipe.seed, part, recipe.data.sequence_length, "once"]
         place = folder.with_name(hashed(named))
         if not place.exists():
-            told = {"held_out": count, "mix": _leaks(corpus, held)}
-            more = {**whole, **told} if part != HELD_OUT else {}
+            more = {}
+            if part != HELD_OUT:
+                more = {**whole, "held_out": count, "mix": _leaks(corpus, held)}
             _copy(corpus, np.flatnonzero(chosen), place, recipe.data, more)
         found.append(place)
     return found[0], found[1]

@@ -357,7 +357,9 @@ class AddedTokens:
         left = either([token.content for token in tokens if token.lstrip])
         texts = [token.content for token in tokens]
         strips = any(token.rstrip or token.lstrip for token in tokens)
-        absorbed = re.compile(rf"(?:{right})(\s+)|(\s+)(?={left})") if strips else None
+        # Possessive, and from a run's start alone, so that long runs take linear time.
+        white = rf"(?:{right})(\s+)|(?<!\s)(\s++)(?={left})"
+        absorbed = re.compile(white) if strips else None
         return cls(tuple(texts), absorbed, re.compile(f"({either(texts)}) +"))
 
     def as_read(self, rendered: Rendered) -> Rendered:
@@ -474,20 +476,24 @@ def _crossed(offsets: list[tuple[int, int]], spans: Spans) -> bool:
 
 def _encode_pieces(backend: Any, rendered: Rendered, added: AddedTokens) -> tuple[list[int], Spans]:
     text, ids, ranges, at = rendered.text, list[int](), Spans(), 0
+
+    def before(place: int) -> str:
+        return text[max(0, place - _LONGEST) : place]
+
     for start, stop in rendered.spans:
         if at < start:
-            ids += _encode_piece(backend, text[at:start], text[:at], added)
+            ids += _encode_piece(backend, text[at:start], before(at), added)
         first = len(ids)
-        ids += _encode_piece(backend, text[start:stop], text[:start], added)
+        ids += _encode_piece(backend, text[start:stop], before(start), added)
         ranges.append((first, len(ids)))
         at = stop
     if at < len(text):
-        ids += _encode_piece(backend, text[at:], text[:at], added)
+        ids += _encode_piece(backend, text[at:], before(at), added)
     return ids, ranges
 
 
 def _encode_piece(backend: Any, text: str, before: str, added: AddedTokens) -> list[int]:
-    """Return the token ids of a piece of a text. before: the text in front of it.
+    """Return the token ids of a piece of a text. before: the end of the text in front of it.
 
     Tokenizers like Llama 2's put a space in front of every text, and in one behind every added
     token. So a piece is tokenised after the added token before it, or else after another short

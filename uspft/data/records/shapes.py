@@ -243,6 +243,7 @@ def _pair(fields: Fields, shape: RecordShape, asked: Naming) -> tuple[str, Field
     prompt, completion = fields[first], fields[last]
     if (told := [_told(half) for half in (prompt, completion)]) and all(told):
         prompt, completion = told
+        fields = {**fields, first: prompt, last: completion}
     if asked.prompt:
         _require_instruction(fields, shape, asked)
     if ANSWERS.when(completion):

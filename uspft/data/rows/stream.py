@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from uspft.config.types import exactly
 from uspft.data.corpus.corpus import Corpus, permutation
 from uspft.data.samples import NOT_TRAINED
 from uspft.segments import Segments
@@ -26,13 +27,6 @@ if TYPE_CHECKING:
     from uspft.config.inputs import DataBlock
 
 WINDOW_SAMPLES = 4096
-PARTS = 10**6
-"""Into how many parts an epoch is divided at most."""
-
-
-def exactly(epochs: float | Fraction) -> Fraction:
-    """Return the fraction that a decimal stands for, such as 1/3 for 0.3333333333333333."""
-    return Fraction(epochs).limit_denominator(PARTS)
 
 
 @dataclass(frozen=True)

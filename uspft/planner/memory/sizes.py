@@ -99,6 +99,8 @@ class StateHeads:
     """The name of the projection out of it."""
     index: float | None = None
     """As in Sharing."""
+    rows: int = 1
+    """The rows of a micro-batch, each one document."""
 
     @property
     def norm(self) -> str:
@@ -122,8 +124,11 @@ class StateHeads:
 
     @property
     def fragments(self) -> int:
-        """The fragments on a rank of a document that extends over several."""
-        return FRAGMENTS if self.ring > 1 else 1
+        """The fragments of documents on a rank; of each that extends over several ranks, FRAGMENTS.
+        One of two ranks has these adjacent, as a single larger one."""
+        if self.ring == 2:
+            return max(FRAGMENTS, self.rows)
+        return self.rows * (FRAGMENTS if self.ring > 1 else 1)
 
     @property
     def state(self) -> float:
@@ -140,7 +145,7 @@ class StateHeads:
     def others(self) -> float:
         """The bytes of the summaries of other ranks' fragments before (or after) this rank's;
         adjacent fragments of one rank count as one."""
-        return max(1, FRAGMENTS * (self.ring - 2)) * (self.state + self.passes)
+        return self.rows * max(1, FRAGMENTS * (self.ring - 2)) * (self.state + self.passes)
 
     def group(self, keys: int) -> StateHeads:
         """Return the sizes for only `keys` key heads, with their value heads."""
@@ -487,4 +492,5 @@ def _heads(shape: ModelShape, layout: Layout, options: Options, tokens: int) -> 
     (out,) = every.keys() - dict(into)
     degrees = layout.ulysses, layout.ring
     index = saved_index(layout, options, tokens)
-    return StateHeads(options.element, tokens, sizes.on(columns), *degrees, into, out, index)
+    rows = options.micro_batch
+    return StateHeads(options.element, tokens, sizes.on(columns), *degrees, into, out, index, rows)

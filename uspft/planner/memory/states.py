@@ -157,8 +157,8 @@ def _with_halo(tape: LayerTape, x: Tensor, of: StateHeads) -> Tensor:
 
 
 def run_rule(tape: LayerTape, parts: list[Tensor], of: StateHeads) -> Tensor:
-    """Return the rule's output for one document, of which each ring rank has FRAGMENTS fragments.
-    The workspace of the rule's kernel is not included."""
+    """Return the rule's output, whose fragments of documents are computed one at a time. The
+    workspace of the rule's kernel is not included."""
     sizes, heads, number = [one.size for one in parts], of.inside, of.fragments
     out, state = of.bytes(heads.values * heads.value_dim), of.state
     others, crossing = of.others, of.ring > 1
@@ -175,8 +175,10 @@ def run_rule(tape: LayerTape, parts: list[Tensor], of: StateHeads) -> Tensor:
         made = [tape.new(out)]
         del every, pieces
     else:
+        ends = tape.new(number * state)
+        pieces = tape.new(out if number > 1 else 0.0)
         made = [tape.new(out)]
-        tape.new(state)
+        del ends, pieces
     moves = 0.0, 2 * sum(sizes)  # a document's gradients are written among those of all tokens
     (output,) = tape.record(
         parts, (out,), backward, saves=True, keeps=parts, made=made, moves=moves
@@ -192,7 +194,7 @@ def kept_bytes(of: StateHeads) -> float:
     Of two ranks each has one fragment with an initial state: the last of the document, or the two
     adjacent ones in its middle, which count as one.
     """
-    entered = of.fragments if of.ring > 2 else 1
+    entered = of.fragments if of.ring > 2 else of.rows
     return entered * (of.state + of.passes) if of.ring > 1 else 0.0
 
 

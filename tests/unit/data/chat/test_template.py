@@ -420,6 +420,8 @@ def test_thoughts_that_no_answer_is_written_with_are_noted(tmp_path: Path) -> No
     write_lines(path, [CHAT, *({"messages": turns} for turns in earlier)])
     (note,) = read_report(prepare(data, str(TOKENIZER), 8192, tmp_path / "cache"))["skipped"]
     assert note.startswith(f"{path}:2: the chat template leaves out the thoughts of some answers")
+    last = data.changed(train_on="last")  # the earlier answers do not train
+    assert read_report(prepare(last, str(TOKENIZER), 8192, tmp_path / "cache"))["skipped"] == []
 
 
 def test_turns_are_counted_as_the_record_has_them(tmp_path: Path) -> None:

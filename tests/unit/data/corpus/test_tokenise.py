@@ -39,7 +39,7 @@ from uspft.data.chat.template import ChatTemplate
 from uspft.data.corpus.corpus import Corpus, read_report
 from uspft.data.corpus.counts import kept_and_dropped
 from uspft.data.corpus.prepare import prepare
-from uspft.data.corpus.tokenise import TokenBytes, tokenise_spans
+from uspft.data.corpus.tokenise import AddedTokens, TokenBytes, tokenise_spans
 from uspft.data.faults import DataError, SampleFault
 from uspft.data.rows.stream import RowStream
 from uspft.data.samples import Rendered
@@ -531,6 +531,15 @@ def test_spans_are_exact_for_every_kind_of_tokenizer(name: str, template: str) -
             whole = backend.decode(ids, skip_special_tokens=False)
             if "NFC" not in name:
                 assert whole == rendered.text
+
+
+def test_long_white_space_takes_linear_time() -> None:
+    """Seen to fail: a pattern tried each end of a run from each place in it, for minutes."""
+    backend = llama2_like()
+    backend.add_special_tokens([AddedToken("<|end|>", rstrip=True, normalized=False)])
+    added = AddedTokens.of(backend)
+    text = "x" + " " * 100_000 + "y<|end|> \n z"
+    assert added.as_read(Rendered(text, [(1, len(text))])).text == text.replace("|> \n ", "|>")
 
 
 @pytest.mark.parametrize("rstrip", [False, True])

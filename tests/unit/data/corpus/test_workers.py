@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from inspect import getsource
 from pathlib import Path
 from typing import Any
@@ -62,8 +63,11 @@ def imports(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def children(process: int) -> list[int]:
     """The processes that a process has started, in any thread."""
-    tasks = Path(f"/proc/{process}/task").iterdir()
-    return [int(word) for task in tasks for word in (task / "children").read_text().split()]
+    found: list[int] = []
+    for task in Path(f"/proc/{process}/task").iterdir():
+        with suppress(OSError):  # a thread that ends meanwhile
+            found += map(int, (task / "children").read_text().split())
+    return found
 
 
 def servers(process: int) -> list[int]:
@@ -136,6 +140,7 @@ def lives(process: int) -> bool:
 
 ENDED = f"""
 import os, signal, sys
+from contextlib import suppress
 from pathlib import Path
 from uspft.config.inputs import DataBlock
 from uspft.data.corpus.prepare import prepare

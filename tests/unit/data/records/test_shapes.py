@@ -385,6 +385,13 @@ def test_what_has_no_instruction_is_refused(tmp_path: Path) -> None:
         tmp_path, block(write_lines(tmp_path / "b.jsonl", [turns]), prompt_template="alpaca")
     )
     assert "and this is turns" in line
+    as_text = {
+        name: json.dumps([turn]) for name, turn in (("instruction", USER), ("output", ANSWER))
+    }
+    (line,) = faults_of(
+        tmp_path, block(write_lines(tmp_path / "e.jsonl", [as_text]), prompt_template="alpaca")
+    )
+    assert "and this is turns" in line
     chats = write_lines(tmp_path / "c.jsonl", [CHAT])
     (line,) = faults_of(tmp_path, block(chats, prompt_template="alpaca"))
     assert line.startswith("data.prompt_template: is alpaca, and no record has an instruction")

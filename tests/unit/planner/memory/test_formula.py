@@ -263,6 +263,7 @@ FEW = [
     Case("many heads", "hybrid", "none, tiles", "all", "float32", 2),
     Case("states", "ulysses 4", "attention, tiles", "all", "bfloat16", 2),
     Case("many heads", "ulysses 4", "groups", "all", "bfloat16", 2),
+    Case("states", "ulysses 4", "groups", "all", "bfloat16", 2),
 ]
 """Every value of each is among them."""
 
