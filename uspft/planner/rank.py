@@ -396,10 +396,11 @@ def _reason(key: str, first: Ranked, others: Sequence[Ranked], more: bool) -> st
     if not best:
         least = f"none of the first {LOOKED} layouts has another"
         return least if more else "nothing else is possible here"
-    return ", ".join(_beside(first, *item) for item in list(best.items())[:NAMED])
+    return ", ".join(difference(first, *item) for item in list(best.items())[:NAMED])
 
 
-def _beside(first: Ranked, value: Any, other: Ranked) -> str:
+def difference(first: Ranked, value: Any, other: Ranked) -> str:
+    """Return what another way, with this value of a key, takes more or less than the first one."""
     name = f" ({other.name})" * (other.name != first.name)
     said = as_written(value)
     if first.fits and not other.fits:
