@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from uspft.config.algorithms import WHOLE, AlgorithmRow, row_of
 from uspft.config.deepspeed_fields import ELEMENTS, elements
 from uspft.config.inputs import ELEMENT_BYTES
+from uspft.config.strategies import strategies_of
 from uspft.pipeline.schedules import PLAIN, Schedule
 from uspft.pipeline.stages import Each, schedule_of
 from uspft.planner.trained import Lora
@@ -54,6 +55,9 @@ class Options:
     overlaps: bool | None = False
     """DeepSpeed's overlap_comm where the device has streams; None: DeepSpeed's default, which
     overlaps at stage 3."""
+    switches: bool = False
+    """Whether the rows of a step run in several layouts, so that ZeRO-2 takes the gradients of a
+    layer together (engine/zero.py)."""
     offload_optimizer: bool = False
     offload_weights: bool = False
     saves_beside: bool = False
@@ -156,6 +160,7 @@ def options_of(recipe: Recipe, layout: Layout) -> Options:
         reuse=elements(zero, "stage3_max_reuse_distance"),
         two_buckets=bool(overlaps),
         overlaps=(None if overlaps is None else bool(overlaps)) if on_gpu else False,
+        switches=len(strategies_of(recipe)) > 1,
         offload_optimizer=away("offload_optimizer"),
         offload_weights=away("offload_param"),
         saves_beside=recipe.checkpoint.overlap,

@@ -187,9 +187,10 @@ def _divided(zero: ZeroRank) -> State:
     bucket, each = min(options.bucket, trained), 2 if options.two_buckets else 1
     norm = NORM * min(counts.largest_trained, own)
     if options.zero_stage == 2:
-        # Flattened and cast once more, while the next gradient is waiting.
-        matrix = float(e * min(zero.matrix, counts.largest_trained))
-        device["buckets"] = bucket * (e * (each + 1) + zero.cast(e)) + matrix
+        # Flattened and cast once more, while the next gradient, or a layer's, is waiting.
+        alone = min(zero.matrix, counts.largest_trained)
+        wait = float(e * (min(counts.layer, trained) if options.switches else alone))
+        device["buckets"] = bucket * (e * (each + 1) + zero.cast(e)) + wait
         device["gradients"] = WIDE * own if e < WIDE or not away else 0.0
         device["waiting"], end = _large(zero)
         at_loss = {"waiting": -device["waiting"]}
@@ -197,7 +198,7 @@ def _divided(zero: ZeroRank) -> State:
             at_loss["gradients"] = -device["gradients"]
         more = {"update": norm if e < WIDE or away else max(WIDE * own, norm)}
         if end:
-            more["reduction"] = end + e * bucket * each + matrix
+            more["reduction"] = end + e * bucket * each + wait
         more = {name: size - device["waiting"] for name, size in more.items()}
         if zero.several and e == WIDE and not away:
             # They come in addition to the sums of earlier backwards, which are all that the update

@@ -65,7 +65,7 @@ class LayoutSet:
         else:
             # Some of a micro-batch's gradients are still in memory when the next one runs.
             rows = 2 * options.micro_batch * self.stored.data
-            more = replace(options, step_rows=rows)
+            more = replace(options, step_rows=rows, switches=len(self.buckets) > 1)
             state = memory_of(model, self.stored, bucket.length, options=more).state_bytes
         _, once = row_memory(options, model, bucket.row, bucket.layout, bucket.length)
         return USABLE_SHARE * setting.memory_bytes - state - once

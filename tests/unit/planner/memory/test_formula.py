@@ -445,6 +445,16 @@ def test_a_checkpoint_that_waits_on_the_host_is_counted() -> None:
         assert other.peak_bytes == one.peak_bytes
 
 
+def test_with_several_layouts_zero_2_takes_a_layers_gradients_together() -> None:
+    shape, elements = hub("meta-llama/Llama-3.1-8B"), {}
+    for switches in (False, True):
+        options = Options(zero_stage=2, switches=switches)
+        parts = memory_of(shape, Layout(data=4), 8192, options=options).parts
+        elements[switches] = parts["buckets"] / 2
+    layer = 4096 * (2 * 4096 + 2 * 1024 + 3 * 14336 + 2)
+    assert elements[True] - elements[False] == layer - 4096 * 14336
+
+
 def test_of_divided_experts_a_rank_holds_a_part() -> None:
     """The optimizer's state is as large, whoever has it; weights, and what ZeRO-3 gathers, are
     not."""
