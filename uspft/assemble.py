@@ -130,9 +130,7 @@ def assemble(
         module, pipeline = staged.get(world.layout.pipeline, (module, None))
         options = recipe.optimizer
         engine = ZeroEngine(
-            *(module, zero, options, holders, device),
-            pipeline=pipeline,
-            switches=len(worlds) > 1,
+            module, zero, options, holders, device, pipeline=pipeline, switches=len(worlds) > 1
         )
     if checkpoint:
         load_state(engine, checkpoint, loader.empty())

@@ -116,10 +116,11 @@ def count(
     trained: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Counted:
-    """Count rows of one document each as that of the ranks holds them which has the most.
+    """Count the bytes of rows of one document each on the rank that has the most.
 
-    They are those of a ring, whose members need other keys, and those of Ulysses, unless all of
-    them have equally many heads. What waits on the host is of the one that has most there.
+    The ranks that are counted are those of a ring, whose members need other keys, and those of
+    Ulysses, unless all of them have equally many heads. What waits on the host is of the one that
+    has most there.
     config: of transformers, with the compute type. tokens: of a whole row. fake: on meta tensors,
     which need neither memory nor much time; else on real ones, into which nothing arrives.
     every_tile: whether all tiles of MLPs and norms run; else the first two and the last, between
@@ -134,7 +135,9 @@ def count(
     if len(windows) == 1:  # tokens are then in an order made for it, as a run's are
         options["window"] = windows.pop()
     ranks, each = layout.mesh_columns * layout.ulysses, heads_of_layers(config)
-    even = all(one.query % ranks == 0 in (one.kv % ranks, ranks % one.kv) for one in each)
+    even = all(
+        one.query % ranks == 0 and (one.kv % ranks == 0 or ranks % one.kv == 0) for one in each
+    )
     step = ranks if even else layout.mesh_columns
     options["keep"] = not (memory.gradient_checkpointing or memory.heads_at_once)
     for rank in range(0, layout.mesh_columns * layout.context, step):

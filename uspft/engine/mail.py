@@ -104,8 +104,9 @@ class Mail:
             self._post(rank, ahead=True)
 
     def _post(self, rank: int, *, ahead: bool = False) -> None:
-        """Start to receive the next message from a rank. ahead: before it is needed, which the
-        gradient of a table, as large as the table in float32, is only at a step's end."""
+        """Start to receive the next message from a rank. ahead: whether the message is not needed
+        yet. The gradient of a tied table is then not received: it is as large as the table in
+        float32, and is needed only at the end of a step."""
         coming = self._coming[rank] if rank != self._here else None
         if coming and not (ahead and coming[0] == TIE):
             message = coming.popleft()

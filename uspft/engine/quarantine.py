@@ -148,10 +148,10 @@ def reduce_in_one_order(optimizer: Any, together: Sequence[Sequence[nn.Parameter
     """Make ZeRO-1 and 2 put gradients into buckets in the same order on all ranks.
 
     DeepSpeed 0.19 reduces what is at the same position of the ranks' buckets, which it fills in the
-    order in which gradients are computed. together: parameters whose gradients one autograd
-    function returns; torch accumulates those in any order, which differs between ranks with other
-    layouts. They are put into buckets once all of them are computed, or the backward pass has
-    ended.
+    order in which gradients are computed. together: groups of parameters whose gradients come in an
+    order that may differ between ranks: those that one autograd function returns, or a whole
+    layer's where ranks run different layouts. They are put into buckets once all of a group are
+    computed, or the backward pass has ended.
     """
     if not hasattr(optimizer, "process_gradients"):  # stages 0 and 3
         return

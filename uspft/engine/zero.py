@@ -12,7 +12,6 @@ that depends on the stage.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from io import StringIO
@@ -53,6 +52,7 @@ from uspft.model.head_groups import WHOLE
 from uspft.model.tiles import Tiled
 from uspft.parameters import counting
 from uspft.parameters.experts import is_experts
+from uspft.parameters.names import layer_of
 
 if TYPE_CHECKING:
     from uspft.batch import Batch
@@ -350,10 +350,6 @@ def _gather_at_once(module: nn.Module) -> None:
             set_z3_leaf_module(part, True)
 
 
-_LAYER = re.compile(r".*?\.layers\.\d+\.")
-"""The prefix of the names of a layer's parameters."""
-
-
 def _in_tiles(part: Any) -> bool:
     """Whether a module works on one tile of tokens after another."""
     runs = part.forward, getattr(getattr(part, "uspft", None), "compute", None)
@@ -368,10 +364,10 @@ def _together(module: nn.Module, *, by_layer: bool) -> list[list[nn.Parameter]]:
     """
     found: list[list[nn.Parameter]] = []
     taken: set[int] = set()
-    layers: dict[str, list[nn.Parameter]] = {}
+    layers: dict[int, list[nn.Parameter]] = {}
     for name, p in module.named_parameters() if by_layer else ():
-        if p.requires_grad and (layer := _LAYER.match(name)):
-            layers.setdefault(layer[0], []).append(p)
+        if p.requires_grad and (layer := layer_of(name)) is not None:
+            layers.setdefault(layer, []).append(p)
             taken.add(id(p))
     found += layers.values()
     for name, part in reversed(list(module.named_modules())):  # inner modules first

@@ -33,14 +33,15 @@ class Blocks(NamedTuple):
 
 def layer_blocks(shape: ModelShape) -> tuple[Blocks, ...]:
     """Return the blocks of each layer."""
-    if found := shape.memo.get("blocks"):
-        return tuple(found)
+    for known in shape.known_blocks:
+        return tuple(known)
     every, two = zip(layer_windows(shape), expert_layers(shape), strict=True), shape.seeing_all
     own = shape.layers - shape.borrowers
-    found = shape.memo["blocks"] = tuple(
+    found = tuple(
         Blocks(window == NO_KEYS, some, bool(two) and window is None, number >= own, window)
         for number, (window, some) in enumerate(every)
     )
+    shape.known_blocks.append(found)
     return found
 
 

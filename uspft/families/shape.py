@@ -75,9 +75,9 @@ class ModelShape:
         return self, replace(sizes, keys_are_values=alike)
 
     @cached_property
-    def memo(self) -> dict[str, Any]:
-        """What other modules work out of it once, by name."""
-        return {}
+    def known_blocks(self) -> list[Any]:
+        """The result of `layer_blocks` as the only item, or nothing before its first call."""
+        return []
 
     @cached_property
     def borrowing(self) -> ModelShape:

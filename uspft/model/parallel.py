@@ -8,7 +8,6 @@ with each call of a layer, and nothing is stored between calls.
 from __future__ import annotations
 
 import copy
-import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -42,16 +41,13 @@ from uspft.model.hf_config import heads_of
 from uspft.model.linear import divide_states
 from uspft.model.loss import Vocabulary
 from uspft.model.recompute import before_each_run
-from uspft.parameters.names import is_table, plain_name, ranks_of
+from uspft.parameters.names import is_table, layer_of, plain_name, ranks_of
 from uspft.parameters.shards import MatrixSplit, Shards, used_of_stored, used_ranges
 
 if TYPE_CHECKING:
     from uspft.layout import Layout
     from uspft.parameters.shards import Holders
     from uspft.world import World
-
-_LAYER = re.compile(r"\.layers\.(\d+)\.")
-"""The number of a layer in the names of its parameters."""
 
 
 def shards_under(
@@ -179,8 +175,7 @@ def features_of(config: Any, dim: int) -> MatrixSplit:
 def config_of(model: Any, name: str) -> Any:
     """Return the config of a parameter's layer; of the first layer if it is in none. name: in
     files."""
-    layer = _LAYER.search(name)
-    number = int(layer[1]) if layer else 0
+    number = layer_of(name) or 0
     found = model.config.per_layer_config[number]
     if FAMILIES[found.model_type].two_sizes:  # MLPs have two sizes too
         found = copy.copy(found)

@@ -42,10 +42,16 @@ def is_table(name: str) -> bool:
     return _TABLE in name
 
 
+def layer_of(name: str) -> int | None:
+    """Return the number of the layer that a parameter is in, from 0; None if it is in none."""
+    found = _LAYER.search(name)
+    return int(found[1]) if found else None
+
+
 def stage_of(name: str, stages: Stages) -> int:
     """Return the stage that has a parameter, by its name in files."""
-    if found := _LAYER.search(name):
-        return stages.of_layer(int(found[1]))
+    if (layer := layer_of(name)) is not None:
+        return stages.of_layer(layer)
     return 0 if is_table(name) else stages.count - 1
 
 

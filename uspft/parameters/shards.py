@@ -139,10 +139,6 @@ class Shards:
         places = self.layout.tensor * self.layout.experts
         return [list(range(place, self.layout.ranks, places)) for place in range(places)]
 
-    def tensor_index(self, rank: int) -> int:
-        """Return a rank's index among the tensor parallel ranks that hold the parts of a matrix."""
-        return rank % self.layout.tensor  # the mesh's axes vary fastest
-
     def replicas(self, name: str) -> tuple[tuple[int, ...], ...]:
         """Return the indices of the tensor ranks, grouped by which part of a parameter they
         hold."""

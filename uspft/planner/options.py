@@ -121,6 +121,11 @@ class Options:
         found = FORWARDS[self.recompute] if self.checkpointing else ONCE
         return found._replace(at_once=self.at_once)
 
+    @property
+    def keeps_keys(self) -> bool:
+        """Whether received keys and values may be saved for the backward."""
+        return not (self.checkpointing or self.at_once or self.schedule.chunks > 1)
+
     def passes(self, layout: Layout) -> int:
         """Return the forward and backward passes of a step; 1 if its rows are not known."""
         return -(-(self.step_rows or 1) // (self.micro_batch * layout.data))

@@ -396,17 +396,19 @@ def _reason(key: str, first: Ranked, others: Sequence[Ranked], more: bool) -> st
     if not best:
         least = f"none of the first {LOOKED} layouts has another"
         return least if more else "nothing else is possible here"
-    return ", ".join(_beside(first, *item) for item in list(best.items())[:NAMED])
+    return ", ".join(difference(first, *item) for item in list(best.items())[:NAMED])
 
 
-def _beside(first: Ranked, value: Any, other: Ranked) -> str:
+def difference(first: Ranked, value: Any, other: Ranked) -> str:
+    """Return what another way, with this value of a key, takes more or less than the first one."""
     name = f" ({other.name})" * (other.name != first.name)
     said = as_written(value)
     if first.fits and not other.fits:
         return f"with {said} it does not fit{name}"
     more = 1.0 if first.fits or name else other.memory.peak_bytes / first.memory.peak_bytes
-    if more > 1:  # of a layout's ways of which none fits the one that needs least is taken
-        return f"with {said} it needs {more:.4g} × as much memory"
+    ratio = f"{more:.4g}"
+    if float(ratio) > 1:  # of a layout's ways of which none fits the one that needs least is taken
+        return f"with {said} it needs {ratio} × as much memory"
     return f"with {said} a step takes {as_long(other.seconds, first.seconds)}{name}"
 
 

@@ -109,7 +109,7 @@ def _between(placed: PlacedStep, blocks: Blocks | None = None) -> StepPart:
     """Return the element-wise operations of a layer with these blocks; None: those outside of
     layers."""
     layout, how = placed.layout, placed.options
-    degrees = layout.mesh_columns, layout.experts
+    degrees = layout.mesh_rows, layout.mesh_columns, layout.experts
     moved = placed.memo.once(
         ("between", *degrees, how.use_seq_parallel, how.slices is None),
         lambda: moved_bytes(placed.step.model, *degrees, how),

@@ -121,12 +121,11 @@ class Way:
         """Return the algorithm, with what it must know of a step, and its options as the step has
         them."""
         windows, options = [*attention_windows(step.model)], step.options
-        short = options.checkpointing or options.at_once or self.schedule.chunks > 1
         return make_algorithm(
             self.row,
             self.layout.ulysses,
             self.layout.ring,
-            keep=not short,
+            keep=options.keeps_keys,
             window=windows[0] if len(windows) == 1 else None,
             per_host=ring_ranks_of_a_host(ranks_per_host, self.layout),
             **{name: getattr(options, key) for key, name in self.row.options.items()},

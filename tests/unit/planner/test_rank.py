@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,7 +25,7 @@ from uspft.planner.machine import FIGURES, Hardware, Link, Measurement
 from uspft.planner.memory import formula
 from uspft.planner.memory.formula import memory_of, memory_of_ranks
 from uspft.planner.options import RECOMPUTES, Options
-from uspft.planner.rank import Choice, as_long, ranked, ranking, recommend
+from uspft.planner.rank import Choice, as_long, difference, ranked, ranking, recommend
 from uspft.planner.step_shape import DrawnRows, Memo, StepShape
 from uspft.planner.ways import Space, Way, every_way, legal_for, ways
 from uspft.prepare.examine import examine
@@ -210,6 +211,18 @@ def test_where_none_fits_another_value_is_told_by_the_memory_that_it_needs() -> 
             )
             faster.add(other.seconds < first.seconds)
     assert faster >= {True}
+
+
+def test_memory_that_is_written_as_equal_is_not_called_more() -> None:
+    """It is told by the time instead."""
+
+    def way(peak_bytes: int, seconds: float) -> Any:
+        memory = SimpleNamespace(peak_bytes=peak_bytes)
+        return SimpleNamespace(name="one", fits=False, memory=memory, seconds=seconds)
+
+    first = way(100_000, 1.0)
+    assert difference(first, 2, way(100_001, 1.5)) == "with 2 a step takes 1.5 × as long"
+    assert difference(first, 2, way(101_000, 1.5)) == "with 2 it needs 1.01 × as much memory"
 
 
 def test_thousands_of_ranks_take_seconds(counted: Counted) -> None:

@@ -10,14 +10,16 @@ from typing import TYPE_CHECKING
 
 from uspft.config.algorithms import WHOLE, AlgorithmRow
 from uspft.pipeline.schedules import PLAIN
+from uspft.planner.memory.operations import WIDE
 from uspft.planner.memory.passes import PassBytes, chunk_keys, pass_bytes
 from uspft.planner.memory.pipeline import ROUNDS, each_chunk, rank_bytes
 from uspft.planner.memory.sizes import layers_of
 from uspft.planner.memory.zero import State, state_of
 from uspft.planner.options import Options
+from uspft.planner.products import head_projection
 from uspft.planner.stages import cut_by_flops, stage_layers, stages_of
 from uspft.planner.step_shape import ROUNDING, DrawnRows, Memo
-from uspft.planner.trained import kinds_of_layers
+from uspft.planner.trained import EMBEDDING, kinds_of_layers, outside_trains
 from uspft.sequence import chunk_multiple
 
 if TYPE_CHECKING:
@@ -117,13 +119,17 @@ def memory_of_ranks(
         (*both, n <= of_pass.first)
         for n, both in enumerate(zip(of_pass.layers, kinds, strict=True))
     ]
+    trains_tied = shape.tied and outside_trains(options.lora, options.freeze)[EMBEDDING]
+    table = head_projection(shape).on(layout.mesh_columns).parameters / layout.mesh_rows
+    table *= WIDE * trains_tied
     for rank in range(stages.ranks):
         mine, last = stage_layers(stages, rank), rank == stages.ranks - 1
         alike = stages.sizes[rank :: stages.ranks], tuple(layers[n] for n in mine.layers)
         if alike in met and memo is not None and not last:
             continue
         met.add(alike)
-        taken = rank_bytes(of_pass, stages, schedule, passes, rank, shares, every)
+        comes = table * (rank == 0)
+        taken = rank_bytes(of_pass, stages, schedule, passes, rank, shares, every, comes)
         state = state_of(shape, layout, options, mine)
         parts = {"activations": taken.kept, "at work": taken.at_work, "batch": passes * batch}
         host = int(sum(state.host.values()) + taken.on_host)

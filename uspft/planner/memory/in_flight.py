@@ -49,7 +49,7 @@ class RowSharing(NamedTuple):
     chunk by chunk, or with a ring all together (sequence/chunk_attention.py)."""
     window: Window | None = None
     rows: int = 1
-    """The rows of a micro-batch."""
+    """The rows of a micro-batch, at most ROWS_WALKED."""
     keeps: bool = False
     """Whether received keys are saved for the backward; otherwise they are sent again."""
 
@@ -114,7 +114,7 @@ def _shares(how: RowSharing) -> Sequence[Share]:
     everywhere = seen if window and window.everywhere else None
     order = balanced(row, ulysses, ring, fetches=how.fetches, window=everywhere)
     if window or not how.behind:
-        return everyones(row, order, ulysses, seen, min(how.rows, ROWS_WALKED))
+        return everyones(row, order, ulysses, seen, how.rows)
     unit = 2 * ring * ulysses
     first = max(1, round(how.behind * tokens / unit)) * unit
     earlier = balanced(Segments.single(first), ulysses, ring)
@@ -193,7 +193,7 @@ def _of_a_token(found: BytesFound, walk: Walk, how: RowSharing, token: BytesPerT
         whole, tokens = most(how)
         return whole / tokens
     (less, few), (more, many) = (most(how.of_row(tokens)) for tokens in (short, 2 * short))
-    here = window.row_tokens / ring
+    here = how.rows * window.row_tokens / ring
     return (more + (more - less) / (many - few) * (here - many)) / here
 
 

@@ -301,20 +301,24 @@ class Moved(NamedTuple):
 
 
 def moved_bytes(
-    shape: ModelShape, columns: int, experts: int, options: Options
+    shape: ModelShape, rows: int, columns: int, experts: int, options: Options
 ) -> dict[Blocks | None, Moved]:
     """Return what operations read and write, except products, attention and transfers: the mean of
     the layers with these blocks, and under None what is outside of the layers.
 
-    columns, experts: the degrees of tensor and of expert parallelism. Groups of heads and copies
-    are taken to move as much as a plain layer, whichever part of it is recomputed.
+    rows, columns: of the mesh; without one, rows are 1 and columns the tensor-parallel degree.
+    experts: the degree of expert parallelism. Groups of heads and copies are taken to move as much
+    as a plain layer, whichever part of it is recomputed.
     """
     plain = replace(options, algorithm=WHOLE, at_once=None, copies=1, recompute=RECOMPUTES[-1])
     plain = replace(plain, micro_batch=1, first_layers=None, offload_activations=False)
-    on_mesh = columns > 1 and options.slices is not None
-    layout = Layout(columns, data=experts, blocks=on_mesh, experts=experts)
+    on_mesh = rows * columns > 1 and options.slices is not None
+    layout = Layout(
+        columns, ring=rows, data=experts, mesh_rows=rows, blocks=on_mesh, experts=experts
+    )
     tokens = 2 * columns * (options.mlp_tile or 1)
-    few, more = (_moved(pass_bytes(shape, layout, n * tokens, plain)[0], shape) for n in (1, 2))
+    row = rows * tokens
+    few, more = (_moved(pass_bytes(shape, layout, n * row, plain)[0], shape) for n in (1, 2))
 
     def linear(few: float, more: float) -> Moved:
         return Moved((more - few) / tokens, 2 * few - more)

@@ -82,12 +82,14 @@ def rank_bytes(
     rank: int,
     sizes: Sequence[float] = (1.0,),
     chunks: Sequence[PassBytes] = (),
+    comes: float = 0.0,
 ) -> RankBytes:
     """Return the activation memory of a rank of a pipeline in a step of so many micro-batches.
 
     one: what a micro-batch takes if a rank has all layers. sizes: the tokens of each chunk relative
     to the largest one's. chunks: what each chunk takes if it has as many tokens as the largest, of
-    which `one` is the first.
+    which `one` is the first. comes: the bytes of the tied table's gradient, which arrives before
+    the rank's last backward.
     """
     mine = range(rank, stages.count, stages.ranks)
     each = [_stage_bytes(one, stages, stage, sizes, chunks) for stage in mine]
@@ -117,6 +119,8 @@ def rank_bytes(
         return others + at_work, others, on_host
 
     found = [bytes_at(moment) for moment in every_moment]
+    if comes:
+        found.append((each[0].peaks[0] + message + comes, 0.0, each[0].on_host))
     peak, others, _ = max(found)
     inputs = max(sum(map(sum, moment.under_way)) + 1 for moment in every_moment)
     return RankBytes(others, peak - others, max(on_host for *_, on_host in found), inputs)

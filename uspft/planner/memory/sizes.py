@@ -11,7 +11,7 @@ from uspft.families.projections import BEHIND, STATE_LAYER
 from uspft.pipeline.stages import first_layers
 from uspft.planner.expert_traffic import ranks_met
 from uspft.planner.layer_kinds import LLAMA, SHARED_EXPERT, LayerKind, layer_kinds
-from uspft.planner.memory.in_flight import BytesPerToken, RowSharing, Window
+from uspft.planner.memory.in_flight import ROWS_WALKED, BytesPerToken, RowSharing, Window
 from uspft.planner.memory.operations import INDEX, WIDE
 from uspft.planner.products import (
     SHARED_GATE,
@@ -461,10 +461,9 @@ def _row(layout: Layout, options: Options, behind: float) -> RowSharing:
     stages = options.exchange_stages if "exchange_stages" in options.algorithm.options else None
     every = options.algorithm.all_at_once
     stages = 1 if every else stages
-    short = options.checkpointing or options.at_once or options.schedule.chunks > 1
-    keeps = stages is not None and not (every or short)
+    keeps = stages is not None and options.keeps_keys and not every
     of = layout.ulysses, layout.ring, stages, not every, behind
-    return RowSharing(*of, rows=options.micro_batch, keeps=keeps)
+    return RowSharing(*of, rows=min(options.micro_batch, ROWS_WALKED), keeps=keeps)
 
 
 def index_bytes(layout: Layout, options: Options, tokens: int) -> float:

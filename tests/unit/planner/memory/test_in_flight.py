@@ -17,6 +17,7 @@ from uspft.planner.memory.in_flight import (
 
 TOKEN = BytesPerToken(64.0, 128.0, 16.0, 2, sinks=True)
 ROWS = [RowSharing(), RowSharing(2, 2), RowSharing(1, 4, 0), RowSharing(1, 2, 1, trimmed=False)]
+ROWS += [RowSharing(rows=3), RowSharing(1, 2, 0, rows=3)]
 
 
 @pytest.mark.parametrize("row", ROWS)
@@ -29,8 +30,9 @@ def test_many_windows_are_drawn_out_from_few(
         found = []
         for walked in (in_flight.WINDOWS_WALKED, 10**9):
             monkeypatch.setattr(in_flight, "WINDOWS_WALKED", walked)
+            for one in vars(in_flight).values():
+                getattr(one, "cache_clear", lambda: None)()
             for each in (backward_bytes, forward_bytes):
-                each.cache_clear()
                 found.append(each(row._replace(window=window), TOKEN))
             monkeypatch.undo()
         assert found[:2] == pytest.approx(found[2:], rel=2e-3), window

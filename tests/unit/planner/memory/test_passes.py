@@ -4,12 +4,14 @@ what trains and type."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
+from torch import Tensor
 
 from benchmarks.memory.count import count
 from benchmarks.memory.movedbytes import MovedBytes
@@ -25,7 +27,9 @@ from tests.unit.planner.memory.test_formula import (
     Case,
     config_of,
     legal,
+    on_mesh,
 )
+from uspft.comm import with_backward
 from uspft.config.inputs import ModelBlock
 from uspft.config.recipe import MemoryBlock
 from uspft.families import ModelShape, layer_blocks, read_shape
@@ -40,6 +44,8 @@ SAVED = ("none", "none, tiles", "attention", "attention, tiles")
 
 PLACES: dict[str, tuple[Layout, str, dict[str, Any]]] = {
     **{name: LAYOUTS[name] for name in ("whole", "tensor, tokens", "mesh 1 2")},
+    "mesh 2 1": (Layout(ulysses=2, mesh_rows=2), "ulysses_cp", on_mesh(2, 1, 1, 1, 1, 1)),
+    "mesh 2 2": (Layout(2, ulysses=2, mesh_rows=2), "ulysses_cp", on_mesh(2, 2, 1, 1, 1, 1)),
     "experts": (Layout(data=4, experts=4), "ulysses_cp", {}),
 }
 FACTORS = tuple(PLACES), SAVED, ("all", "lora"), ("bfloat16", "float32")
@@ -60,6 +66,24 @@ def made_of(model: str, dtype: str) -> Any:
     return config_of(model, dtype, {"sliding_window": TOKENS} if "gemma" in model else {})
 
 
+def without_counting(counting: MovedBytes) -> Any:
+    """Ulysses' exchanges without what they copy: it is not predicted."""
+
+    def of(made: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*given: Any) -> Any:
+            before = counting.moved
+            found = made(*given)
+            counting.moved = before
+            return found
+
+        return run
+
+    def uncounted(there: Callable[..., Any], back: Callable[..., Any], *x: Tensor) -> Any:
+        return with_backward(of(there), of(back), *x)
+
+    return patch("uspft.sequence.ulysses.with_backward", uncounted)
+
+
 def counted(rank: int, cases: list[Case]) -> list[int]:
     """What one forward and backward reads and writes, where a product adds to its sum itself."""
     found = []
@@ -67,8 +91,9 @@ def counted(rank: int, cases: list[Case]) -> list[int]:
         for case in cases:
             counting, (where, algorithm, others) = MovedBytes(), PLACES[case.layout]
             config, memory = made_of(case.model, case.dtype), MemoryBlock(**SAVING[case.saving])
-            with patch("benchmarks.memory.count.LiveBytes", lambda: counting):  # noqa: B023
-                given = config, TOKENS, memory, where, algorithm
+            live = patch("benchmarks.memory.count.LiveBytes", lambda: counting)  # noqa: B023
+            with live, without_counting(counting):
+                given = config, TOKENS * where.context, memory, where, algorithm
                 count(*given, trained=TRAINED[case.trained], **others)
             found.append(counting.moved)
     return found
@@ -79,7 +104,7 @@ def predicted(case: Case, shape: ModelShape) -> float:
     of = {"dtype": case.dtype, "trained": TRAINED[case.trained]}
     options = options_for(shape, MemoryBlock(**SAVING[case.saving]), algorithm, **of, **others)
     options = options if layout.is_mesh else replace(options, slices=None)
-    found = moved_bytes(shape, layout.mesh_columns, layout.experts, options)
+    found = moved_bytes(shape, layout.mesh_rows, layout.mesh_columns, layout.experts, options)
     return sum(found[blocks].of(TOKENS) for blocks in (*layer_blocks(shape), None))
 
 

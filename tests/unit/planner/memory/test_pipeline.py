@@ -86,7 +86,7 @@ FEW = {
     ),
     "tied": Case(
         *("llama", "nothing", "all", "bfloat16", Layout(pipeline=3)),
-        *(Schedule(sizes=(2, 2, 1)), 4, {}, "ulysses_cp", TIED),
+        *(Schedule(sizes=(2, 2, 1)), 4, {}, "ulysses_cp", {**TIED, "vocab_size": 32768}),
     ),
     "tied, frozen": Case(
         *("llama", "attention", "last layer", "bfloat16", Layout(2, pipeline=2)),
