@@ -120,7 +120,8 @@ class Way:
     def algorithm(self, step: StepShape, ranks_per_host: int) -> Algorithm:
         """Return the algorithm, with what it must know of a step, and its options as the step has
         them."""
-        windows, options = [*attention_windows(step.model)], step.options
+        windows = [*attention_windows(step.model)]
+        options = replace(step.options, schedule=self.schedule)
         return make_algorithm(
             self.row,
             self.layout.ulysses,
