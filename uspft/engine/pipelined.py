@@ -196,6 +196,7 @@ class Pipeline:
                 if self._completes(action, len(batches)):
                     assert self._tied
                     mail.send(0, TIE, self._tied.gradient())
+            del x, made  # a graph that has run backward would stay until the next action ends
             if trains and (kind, stage, chunk) == self._lap:
                 engine.laps.mark()
         # all of this rank's stages are before the first one that trains
