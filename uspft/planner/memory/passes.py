@@ -379,6 +379,13 @@ class PassBytes:
         return max(0, len(self.bare) - 1)
 
 
+def _bare(sizes: LayerSizes) -> LayerBytes:
+    """Return the bytes of a layer whose input needs no gradient. One that trains and is not
+    checkpointed runs beside this input."""
+    beside = (sizes.trains and not sizes.recompute) * sizes.between_bytes()
+    return layer_bytes(sizes, reached=False, beside=beside)
+
+
 def pass_bytes(
     shape: ModelShape, layout: Layout, row_tokens: int, options: Options, behind: float = 0.0
 ) -> tuple[PassBytes, float]:
@@ -450,10 +457,7 @@ def pass_bytes(
         LayerBytes(stays + entry.kept, stays + entry.most, held=stays + entry.kept, moved=embedded),
         offloads,
         tuple(map(bool, keeps)),
-        tuple(
-            layer_bytes(one, reached=False, beside=(not one.recompute) * one.between_bytes())
-            for one in alone
-        ),
+        tuple(map(_bare, alone)),
         routers,
     )
     return one, BATCH_BYTES * tokens + index_bytes(layout, options, tokens)

@@ -99,7 +99,9 @@ def rank_bytes(
     anywhere, first = schedule._replace(sizes=()), stages.of_layer(one.first)
     every_moment = moments(stages.ranks, anywhere, few, rank, first)
     if not every_moment:  # forward alone: no gradient of its output, but messages under way
-        beside = (SENT - 1 + (rank > 0)) * one.hidden
+        runs = micro_batches * schedule.virtual * schedule.chunks
+        under_way = [min(n, SENT) + (rank > 0 and n + 1 < runs) for n in range(min(runs, SENT + 2))]
+        beside = (max(under_way) - 1) * one.hidden
         return RankBytes(0.0, max(peak for stage in each for peak in stage.peaks) + beside, 0.0, 0)
     message = one.hidden * sum(sizes) / len(sizes)
 
@@ -142,6 +144,8 @@ def _stage_bytes(
     entered = one.hidden * (not one.keeps_input[mine.start]) if stage else one.embedded.kept
     waiting = (layer.held if one.offloads else layer.kept for layer in layers)
     below = [*accumulate(waiting, initial=entered)]
+    if not trains:  # nothing is saved, but the stage's input stays alive until its end
+        below = [0.0, *[one.hidden] * len(layers)]
     made = 0.0 if last else one.hidden
     out = one.head.kept - one.any_head.kept if last else made
     peaks = []

@@ -56,6 +56,7 @@ SAVING = {
     **SAVING,
     "first layers": {"gradient_checkpointing": (2, 1, 0), "loss_tile_tokens": 1024},
 }
+TRAINED = {**TRAINED, "behind two layers": {"freeze": [r"layers\.[01]\.", "embed"]}}
 FEW = {
     "1f1b": Case("llama", "nothing", "all", "bfloat16", Layout(pipeline=4), PLAIN, 4),
     "gpipe": Case("llama", "nothing", "all", "bfloat16", Layout(pipeline=2), GPIPE, 3),
@@ -78,6 +79,10 @@ FEW = {
     "first layer frozen": Case(
         *("llama", "nothing", "last layer", "bfloat16", Layout(pipeline=3)),
         *(Schedule(sizes=(1, 2, 1)), 7),
+    ),
+    "first layers frozen": Case(
+        *("llama", "nothing", "behind two layers", "bfloat16", Layout(pipeline=2)),
+        *(Schedule(sizes=(2, 2)), 4),
     ),
     "tied": Case(
         *("llama", "nothing", "all", "bfloat16", Layout(pipeline=3)),
