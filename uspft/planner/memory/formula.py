@@ -236,18 +236,27 @@ def longest_of(peak: Callable[[int], float], layout: Layout, card_bytes: float) 
     return low[0] * step
 
 
+MANY = 32
+"""A number of rows with which the layers are the peak of a forward and backward."""
+
+
 def row_memory(
     options: Options, shape: ModelShape, row: AlgorithmRow, layout: Layout, length: int
 ) -> tuple[int, int]:
     """Return the bytes of each further row of this length on one of the ranks that share it, and
-    the bytes that do not depend on the number of rows."""
-    one, two = (
-        memory_of(
-            shape,
-            layout,
-            length,
-            options=replace(options, algorithm=row, micro_batch=rows, zero_stage=0),
-        ).activation_bytes
-        for rows in (1, 2)
-    )
-    return two - one, 2 * one - two
+    the bytes that do not depend on the number of rows.
+
+    Together they are an upper bound: with few rows the loss may be the peak, and with many the
+    layers, of which a row takes more. Of one row it is exact, unless a second one brings what no
+    later one does, such as a second tile of the loss, or the index by which Ulysses sorts rows.
+    """
+
+    def of(rows: int) -> int:
+        # A pipeline has as many micro-batches of several rows as of one.
+        step = options.step_rows and rows * options.step_rows
+        how = replace(options, algorithm=row, micro_batch=rows, zero_stage=0, step_rows=step)
+        return memory_of(shape, layout, length, options=how).activation_bytes
+
+    one, two, some, more = map(of, (1, 2, MANY, 2 * MANY))
+    each = -(-(more - some) // MANY)
+    return each, max(one - each, two - 2 * each)

@@ -19,13 +19,13 @@ from tests.support.models import BESIDE_MLP
 from tests.support.pairwise import pairwise
 from tests.support.ranks import alone, spawn
 from tests.support.shapes import TWO_LAYERS, hub
-from uspft.config.algorithms import CONTEXT
+from uspft.config.algorithms import CONTEXT, WHOLE
 from uspft.config.inputs import ModelBlock
 from uspft.config.recipe import MemoryBlock
 from uspft.families import FAMILIES, ModelShape, read_shape
 from uspft.layout import Layout
 from uspft.planner.layer_kinds import LAYER_KINDS
-from uspft.planner.memory.formula import fits, longest_row, memory_of
+from uspft.planner.memory.formula import fits, longest_row, memory_of, row_memory
 from uspft.planner.options import Options
 from uspft.prepare.host import CONFIGS
 
@@ -429,6 +429,25 @@ def test_a_card_fits_what_is_at_most_its_usable_share() -> None:
     assert longest_row(shape, layout, 8e9, options=options) == 0
     away = replace(options, offload_activations=True)
     assert longest_row(shape, layout, 80e9, options=away) > longest
+
+
+def test_several_rows_take_at_most_what_is_said_of_each() -> None:
+    """Within a hundredth; of a line through one row and two many rows would take more."""
+    one_rank, ring = (WHOLE, Layout()), (CONTEXT["ring_cp"], Layout(ring=4))
+    ulysses = CONTEXT["ulysses_cp"], Layout(ulysses=4)
+    steeper = set[bool]()
+    for name in ("meta-llama/Llama-3.1-8B", "Qwen/Qwen3-0.6B"):
+        for row, layout in (one_rank, ring, ulysses):
+            each, once = row_memory(Options(), hub(name), row, layout, TOKENS)
+            found = {}
+            for rows in (1, 2, 3, 8, 40, 100):
+                options = Options(algorithm=row, micro_batch=rows, zero_stage=0)
+                of = memory_of(hub(name), layout, TOKENS, options=options)
+                found[rows] = of.activation_bytes
+                assert 0.99 * found[rows] < once + rows * each < 1.3 * found[rows], (name, layout)
+            through_two = found[1] + 39 * (found[2] - found[1])
+            steeper.add(through_two < 0.99 * found[40])
+    assert steeper == {True, False}
 
 
 def test_a_checkpoint_that_waits_on_the_host_is_counted() -> None:
