@@ -252,7 +252,7 @@ def _check_turn(here: str, turn: Any) -> None:
         found = ", ".join(map(str, turn)) or "nothing"
         pairs = ", ".join(f"{key}: {_name_here(key, turn)}" for key in lacking)
         remedy = f"write {' and '.join(lacking)}, or data.fields: {{{pairs}}}"
-        raise SampleFault(f"{here} has no {lacking[0]}, or null, but {found}; {remedy}")
+        raise SampleFault(f"{here} has no {lacking[0]}, but {found}; {remedy}")
     calls, content = turn.get("tool_calls"), turn.get("content")
     if calls is not None:
         if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
