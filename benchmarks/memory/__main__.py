@@ -116,7 +116,7 @@ def state(shape: ModelShape, ranks: int, *, offloads: bool, gradient_bytes: int)
     options = options_of(recipe.model_copy(update={"deepspeed": block}), layout)
     need = memory_of(shape, layout, 1024, options=replace(options, offload_activations=False))
     device, host = float(need.state_bytes), float(need.host_bytes)
-    every, less = counts_of(shape, 1, None, ()).every, 4 - gradient_bytes
+    every, less = counts_of(shape).every, 4 - gradient_bytes
     sums = less * every / ranks
     device -= less * zero["reduce_bucket_size"] + (0 if "offload_optimizer" in zero else sums)
     host -= sums if "offload_optimizer" in zero else 0

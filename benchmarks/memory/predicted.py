@@ -16,7 +16,7 @@ from uspft.model.tile_sizes import tile_tokens
 from uspft.pipeline.schedules import Schedule
 from uspft.planner.memory.formula import Memory, memory_of, memory_of_ranks
 from uspft.planner.memory.passes import BATCH_BYTES
-from uspft.planner.options import Options, lora_of
+from uspft.planner.options import Options, trains_of
 
 NONE_STAY = 0
 """A ZeRO stage whose state is the same at every moment of rows, since none of it is counted."""
@@ -111,7 +111,6 @@ def options_for(
         offload_activations=memory.offload_activations == "cpu",
         loss_tile=tile_tokens(memory.loss_tile_tokens, shape.vocab_size),
         mlp_tile=memory.mlp_tile_tokens if isinstance(memory.mlp_tile_tokens, int) else None,
-        lora=lora_of(model),
-        freeze=tuple(model.freeze),
+        trains=trains_of(model),
         **{"zero_stage": NONE_STAY, **others},
     )

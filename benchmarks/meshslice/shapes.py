@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from benchmarks.meshslice.programs import Product
 from benchmarks.meshslice.torus import ELEMENT_BYTES
 from uspft.layout import Layout
-from uspft.planner.mesh import FLOWS, MeshProduct, Stationary, kept_of
+from uspft.planner.mesh import FLOWS, MeshProduct, Stationary
 from uspft.planner.products import ProductShape
 
 SEQUENCE = 2048
@@ -32,6 +32,13 @@ class Transformer:
 GPT_3 = Transformer("GPT-3 175B", 96, 12288, 96)
 MEGATRON_NLG = Transformer("Megatron-NLG 530B", 105, 20480, 128)
 MODELS = (GPT_3, MEGATRON_NLG)
+
+
+def kept_of(tokens: float, inputs: int, outputs: int) -> Stationary:
+    """Return the largest matrix of a product, which should stay in place in all three flows."""
+    if outputs > inputs and tokens >= inputs:
+        return "output"
+    return "input" if inputs >= outputs and tokens >= outputs else "weight"
 
 
 def mesh_product(

@@ -12,11 +12,12 @@ from tests.support.mesh import MeshCase
 from tests.support.models import Documents
 from tests.support.ranks import spawn
 from tests.support.runs import run_recipe
+from tests.support.steps import mesh_time
 from tests.support.tensor import make_setting, recipe
 from uspft.config.inputs import ModelBlock
 from uspft.families import ModelShape, read_shape
 from uspft.layout import Layout
-from uspft.planner.mesh import LOSS_SUMS, NORMS, mesh_time, number_sums
+from uspft.planner.mesh import LOSS_SUMS, NORMS, number_sums
 from uspft.planner.options import Options
 from uspft.planner.step_shape import PlacedStep, StepShape
 from uspft.segments import Segments

@@ -19,21 +19,18 @@ from uspft.commands.plan_pages import (
     machine_line,
     parts_table,
     shown,
-    shown_seconds,
     switching_lines,
     timeline_of,
 )
 from uspft.config import dump
 from uspft.config.algorithms import CONTEXT
-from uspft.config.messages import aligned, closest
+from uspft.config.messages import closest
 from uspft.config.problems import UsageError, counted, writing
 from uspft.data.corpus.prepare import first_look
 from uspft.launcher.hosts import planned_hosts
-from uspft.planner.mesh import TunedMesh, mesh_products, tuned, why_not_kept
-from uspft.planner.options import slices_of
 from uspft.planner.rank import Ranked, Ranking
 from uspft.planner.step import NOT_PREDICTED
-from uspft.planner.step_shape import PlacedStep, StepShape
+from uspft.planner.step_shape import StepShape
 from uspft.planner.ways import Way, in_recipe
 from uspft.prepare.examine import Examined
 from uspft.prepare.host import Invocation
@@ -55,11 +52,6 @@ ONLY = ("tensor", "mesh", "ulysses", *ALGORITHMS, "pipeline", "data")
 """The words of `--only`: dimensions along which a step can be split."""
 TOP = 24
 """The default number of layouts to print (`--top`)."""
-
-MESH_LEGEND = (
-    "seconds of the matrices, and of what the mesh moves for them, in one forward and backward; "
-    "then the slices of each product"
-)
 
 
 @dataclass(frozen=True)
@@ -168,8 +160,6 @@ def _page(
     yield f"hardware: {found.hardware}"
     yield machine_line(hardware, found.layout.ranks)
     yield f"{_step(step)}\n"
-    if found.recipe.parallel_config.on_a_mesh:
-        yield f"{_meshes(found, step, order)}\n"
     yield layouts_table(order, every, open_keys(found.loaded.recipe))
     if more := len(order.layouts) - len(every):
         yield f"and {more} more (--top N)"
@@ -178,6 +168,9 @@ def _page(
     first = order.layouts[0]
     for one in [first, *([order.own] if order.own and order.own is not first else [])]:
         yield f"\n{parts_table(one)}"
+        if slices := one.step.options.slices:
+            each = zip(PRODUCTS, slices, strict=True)
+            yield f"slices: {', '.join(f'{name} {count}' for name, count in each)}"
         if one.layout.pipeline > 1:
             yield f"\n{in_characters(timeline_of(one))}"
     yield ""
@@ -222,25 +215,3 @@ def _step(step: StepShape) -> str:
         documents = f"priced by {rows} of {drawn.source}, of {drawn.documents:.3g} documents"
     rows = counted(step.step_rows, "row")
     return f"step: {rows} of {step.row.length:,} tokens, {documents}{again}"
-
-
-def _meshes(found: Examined, step: StepShape, order: Ranking) -> str:
-    """Return a line for each mesh that the recipe's tensor ranks allow, and the one that keeping
-    the largest matrix in place would choose."""
-    own, asked = found.layout, slices_of(found.loaded.recipe.parallel_config)
-    shared, hardware = own.context // own.mesh_rows, order.layouts[0].hardware
-    mine, meshes = (own.mesh_rows, own.mesh_columns), dict[tuple[int, int], TunedMesh]()
-    for layout in (way.layout for way in order.ways):
-        alike = layout.context == shared * layout.mesh_rows and layout.data == own.data
-        shape = layout.mesh_rows, layout.mesh_columns
-        if layout.is_mesh and layout.tensor == own.tensor and alike and shape not in meshes:
-            meshes[shape] = tuned(PlacedStep(step, layout, hardware), asked)
-    rows = [["mesh (rows × columns)", "seconds", "in one slice", *PRODUCTS]]
-    for (down, across), one in sorted(meshes.items(), key=lambda item: item[1].seconds):
-        name = f"{down} × {across}" + " (the recipe's)" * ((down, across) == mine)
-        times = shown_seconds(one.seconds), shown_seconds(one.whole_seconds)
-        rows.append([name, *times, *map(str, one.slices)])
-    others = why_not_kept(
-        mesh_products(step.model), step.options.micro_batch * step.row.length / shared
-    )
-    return "\n".join([aligned(rows), MESH_LEGEND, *(f"not by the rule: {one}" for one in others)])

@@ -10,7 +10,7 @@ over mesh columns and hidden features over mesh rows. The head's product is not 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import gcd
 from typing import Literal, NamedTuple
@@ -48,13 +48,6 @@ class Slice(NamedTuple):
     along_row: float
     along_column: float
     product: float
-
-
-def kept_of(tokens: float, inputs: int, outputs: int) -> Stationary:
-    """Return the largest matrix of a product, which should stay in place in all three flows."""
-    if outputs > inputs and tokens >= inputs:
-        return "output"
-    return "input" if inputs >= outputs and tokens >= outputs else "weight"
 
 
 def flow_seconds(flow: Flow, one: Slice, slices: int, *, shared: bool = False) -> float:
@@ -176,22 +169,6 @@ def mesh_products(shape: ModelShape) -> tuple[MeshProduct, ...]:
     )
 
 
-def why_not_kept(products: Sequence[MeshProduct], tokens: float) -> list[str]:
-    """Return a sentence for each product in which the matrix that stays is not the largest.
-
-    tokens: of the whole mesh. A weight never stays, since activations would then have to be
-    transposed on the mesh.
-    """
-    found = []
-    for one in products:
-        wide = sum(part.outputs if one.kept == "output" else part.inputs for part in one.parts)
-        sizes = (one.hidden, wide) if one.kept == "output" else (wide, one.hidden)
-        largest = kept_of(tokens, *sizes)
-        if largest != one.kept:
-            found.append(f"{one.name} keeps its {one.kept}, though its {largest} is the largest")
-    return found
-
-
 def flow_sides(flow: Flow, down: float, sliced: float, across: float) -> tuple[float, float, float]:
     """Return m, k, n of one slice's product [m, k] × [k, n]."""
     return {
@@ -204,12 +181,6 @@ def flow_sides(flow: Flow, down: float, sliced: float, across: float) -> tuple[f
 NORMS, NUMBER_BYTES, LOSS_SUMS = 2, 4, 3
 """The norms of a layer, each of which all-reduces one float32 number per token over mesh columns,
 forward and backward; the bytes of such a number; and how many such sums the loss makes."""
-
-
-def mesh_time(placed: PlacedStep) -> StepTime:
-    """Return the time of one forward and backward of all layers, embedding, head and loss."""
-    layers = [part.times(placed.step.model.layers) for part in mesh_layer(placed)]
-    return StepTime((*layers, *mesh_outside(placed)))
 
 
 def mesh_layer(placed: PlacedStep) -> Iterator[StepPart]:
@@ -281,32 +252,6 @@ def mesh_outside(placed: PlacedStep) -> Iterator[StepPart]:
 
 MIN_BLOCK = 8
 """The smallest contiguous block of features in a slice."""
-
-
-class TunedMesh(NamedTuple):
-    """The fastest slices on a mesh, and the seconds of one forward and backward with them.
-
-    The seconds include neither attention nor ZeRO nor element-wise operations.
-    """
-
-    slices: tuple[int, ...]
-    """The slices of each of a layer's products: qkv, out, gate_up, down."""
-    seconds: float
-    whole_seconds: float
-    """The seconds with one slice of each product."""
-
-
-def tuned(placed: PlacedStep, asked: Sequence[int] | None = None) -> TunedMesh:
-    """Return a layout's mesh with its fastest slices, or with those in `asked`.
-
-    The slices of each product are chosen by themselves, since they do not affect each other.
-    """
-    slices = tuple(asked or slices_on(placed))
-
-    def seconds(counts: tuple[int, ...]) -> float:
-        return mesh_time(placed.of(placed.step.under(slices=counts))).seconds
-
-    return TunedMesh(slices, seconds(slices), seconds((1,) * len(slices)))
 
 
 def slices_on(placed: PlacedStep) -> tuple[int, ...]:

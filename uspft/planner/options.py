@@ -12,7 +12,7 @@ from uspft.config.inputs import ELEMENT_BYTES
 from uspft.config.strategies import strategies_of
 from uspft.pipeline.schedules import PLAIN, Schedule
 from uspft.pipeline.stages import Each, schedule_of
-from uspft.planner.trained import Lora
+from uspft.planner.trained import EVERYTHING, Lora, Trains
 from uspft.sequence import FORWARDS, ONCE, Forwards
 
 if TYPE_CHECKING:
@@ -80,9 +80,7 @@ class Options:
     slices: tuple[int, ...] | None = None
     """MeshSlice's slices of each product of a layer; None: Megatron's tensor parallelism, or the
     fastest ones."""
-    lora: Lora | None = None
-    freeze: tuple[str, ...] = ()
-    """Regular expressions over the names of parameters that do not train."""
+    trains: Trains = EVERYTHING
     schedule: Schedule = PLAIN
     """The schedule of the pipeline."""
     equal_tokens: bool = False
@@ -174,19 +172,20 @@ def options_of(recipe: Recipe, layout: Layout) -> Options:
         loss_tile=number(memory.loss_tile_tokens),
         mlp_tile=number(memory.mlp_tile_tokens),
         slices=slices_of(parallel),
-        lora=lora_of(model),
-        freeze=tuple(model.freeze),
+        trains=trains_of(model),
         schedule=schedule_of(parallel),
         equal_tokens=parallel.sequence_chunks == "tokens",
         step_rows=recipe.training.global_batch_size,
     )
 
 
-def lora_of(model: ModelBlock) -> Lora | None:
-    """Return the adapters of a recipe's model."""
+def trains_of(model: ModelBlock) -> Trains:
+    """Return what a recipe trains of its model."""
     if not (block := model.adapter):
-        return None
-    return Lora(block.rank, block.target_modules, block.dropout > 0, block.target_parameters)
+        return Trains(freeze=tuple(model.freeze))
+    dropout = block.dropout > 0
+    lora = Lora(block.rank, block.target_modules, dropout, block.target_parameters)
+    return Trains(lora, tuple(model.freeze))
 
 
 def stage_of(recipe: Recipe) -> int:

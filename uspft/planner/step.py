@@ -166,7 +166,7 @@ whether it is the last."""
 def _layers_of(stages: Stages, step: StepShape) -> tuple[list[_RankLayers], list[list[Blocks]]]:
     """Return the layers of each rank along a pipeline, and of each stage."""
     options, layers = step.options, layer_blocks(step.model)
-    kinds = kinds_of_layers(step.model, options.lora, options.freeze)
+    kinds = kinds_of_layers(step.model, options.trains)
     ranks = [Counter(kinds[n] for n in stage_layers(stages, r).layers) for r in range(stages.ranks)]
     return [
         (tuple(one.items()), rank == 0, rank == stages.ranks - 1) for rank, one in enumerate(ranks)
@@ -282,8 +282,8 @@ def stored_parts(
     which is none of ZeRO's. place: the rank's index along a pipeline."""
     model, options = step.model, step.options
     mine = stage_layers(stages, place) if stages else all_layers(model)
-    held = layout.mesh_columns, options.lora, options.freeze
-    counts = counts_of(model, *held, mine, layout.experts).divided(layout.mesh_rows)
+    held = layout.mesh_columns, options.trains, mine, layout.experts
+    counts = counts_of(model, *held).divided(layout.mesh_rows)
     divided, trained = counts.experts, counts.experts_trained
     pieces = len(mine.layers) + (mine.first or mine.last)
     found = StoredPart(counts.every - divided, counts.trained - trained, pieces, COPIES)

@@ -157,10 +157,9 @@ class StepShape:
     @cached_property
     def trained(self) -> float:
         """The share of the parameters that train."""
-        lora, freeze = self.options.lora, self.options.freeze
-        if not lora and not freeze:
+        if self.options.trains.everything:
             return 1.0
-        counts = counts_of(self.model, 1, lora, freeze)
+        counts = counts_of(self.model, trains=self.options.trains)
         return counts.trained / counts.every
 
     @property

@@ -19,7 +19,7 @@ from uspft.planner.products import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Collection, Iterable
 
 PROJECTIONS = frozenset(
     {"q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj"}
@@ -34,6 +34,8 @@ EXPERT_WORDS = frozenset({"gate_proj", "up_proj", "gate_up_proj", "down_proj"})
 _OWN = (*STATE_OWN, "router.scale", "router.per_expert_scale")
 """The endings of the names of parameters that are not in a module of their own."""
 EMBEDDING, LAST_NORM, HEAD = "model.embed_tokens", "model.norm", "lm_head"
+MODEL = "model."
+NOTHING = frozenset[str]()
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,7 @@ class Lora:
 
 @dataclass(frozen=True)
 class Trained:
-    """The names of the modules of one layer that train."""
+    """The names of some modules that train, such as those of one layer."""
 
     weights: frozenset[str]
     adapters: frozenset[str]
@@ -69,48 +71,68 @@ class Trained:
         return bool(self.weights or self.adapters)
 
 
-def trained_layers(
-    shape: ModelShape, lora: Lora | None, freeze: tuple[str, ...]
-) -> tuple[Trained, ...]:
-    """Return the trained modules of each layer.
+@dataclass(frozen=True)
+class Trains:
+    """What a recipe trains: every parameter but the frozen ones, or only its adapters."""
 
-    freeze: regular expressions over parameters' names.
-    """
-    kinds = list(dict.fromkeys(layer_blocks(shape)))
-    names = tuple(tuple(layer_modules(blocks.sizes(shape), blocks)) for blocks in kinds)
-    numbers = tuple(map(kinds.index, layer_blocks(shape)))
-    return _trained(numbers, names, lora, freeze, _words_of_experts(shape))
+    lora: Lora | None = None
+    freeze: tuple[str, ...] = ()
+    """Regular expressions over the names of parameters that do not train."""
 
+    @property
+    def everything(self) -> bool:
+        return not self.lora and not self.freeze
+
+    def of(
+        self, names: Iterable[str], at: str = "", words: frozenset[str] = frozenset()
+    ) -> Trained:
+        """Return which modules train. at: what stands before their names in a parameter's name.
+        words: as in Lora.adapts."""
+
+        def kept(name: str) -> bool:
+            return not any(re.search(expression, f"{at}{name}") for expression in self.freeze)
+
+        if lora := self.lora:
+            adapted = (name for name in names if lora.adapts(name, words))
+            return Trained(NOTHING, frozenset(n for n in adapted if kept(f"{n}.lora_A.weight")))
+        return Trained(frozenset(name for name in names if kept(_parameter(name))), NOTHING)
+
+    @property
+    def outside(self) -> frozenset[str]:
+        """Those of the embedding, the last norm and the head that train."""
+        return self.of((EMBEDDING, LAST_NORM, HEAD)).weights
+
+    def of_embeddings(self, shape: ModelShape) -> Trained:
+        """Return which of the modules that make the embeddings of each layer train, by the last
+        words of their names."""
+        return self.of((name.removeprefix(MODEL) for name in outside_modules(shape)), MODEL)
+
+
+EVERYTHING = Trains()
 
 TrainedBlocks = tuple[Blocks, Trained]
 """The blocks of a layer, and which of its modules train."""
 
 
-def kinds_of_layers(
-    shape: ModelShape, lora: Lora | None, freeze: tuple[str, ...]
-) -> list[TrainedBlocks]:
+def kinds_of_layers(shape: ModelShape, trains: Trains) -> list[TrainedBlocks]:
     """Return the blocks of each layer with what trains, which may differ between layers with the
     same blocks."""
-    return list(zip(layer_blocks(shape), trained_layers(shape, lora, freeze), strict=True))
+    blocks = layer_blocks(shape)
+    names = {one: tuple(layer_modules(one.sizes(shape), one)) for one in dict.fromkeys(blocks)}
+    of_layers = tuple(map(names.__getitem__, blocks))
+    found = _trained(of_layers, trains, _words_of_experts(shape))
+    return list(zip(blocks, found, strict=True))
 
 
 @lru_cache(maxsize=64)
 def _trained(
-    numbers: tuple[int, ...],
-    kinds: tuple[tuple[str, ...], ...],
-    lora: Lora | None,
-    freeze: tuple[str, ...],
-    words: frozenset[str],
+    names: tuple[tuple[str, ...], ...], trains: Trains, words: frozenset[str]
 ) -> tuple[Trained, ...]:
-    """Return the trained modules of each layer. numbers: the kind of each layer. kinds: the names
-    of the modules of each kind. words: as in Lora.adapts."""
+    """Return the trained modules of each layer. names: of each layer's modules. words: as in
+    Lora.adapts."""
     found: list[Trained] = []
-    for number, kind in enumerate(numbers):
-        at, names = f"model.layers.{number}", kinds[kind]
-        weights = [] if lora else [n for n in names if not _frozen(f"{at}.{_parameter(n)}", freeze)]
-        adapted = [n for n in names if lora and lora.adapts(n, words)]
-        adapted = [n for n in adapted if not _frozen(f"{at}.{n}.lora_A.weight", freeze)]
-        one = Trained(frozenset(weights), frozenset(adapted))
+    for number, of_layer in enumerate(names):
+        one = trains.of(of_layer, f"{MODEL}layers.{number}.", words)
         found.append(found[-1] if found and found[-1] == one else one)
     return tuple(found)
 
@@ -129,16 +151,6 @@ def _words_of_experts(shape: ModelShape) -> frozenset[str]:
     """Return the last words of projections that a model's experts have too."""
     separate = {"gate_proj", "up_proj"} if shape.beside_mlp else set()
     return EXPERT_WORDS - separate if shape.routed else frozenset()
-
-
-def _frozen(name: str, freeze: tuple[str, ...]) -> bool:
-    return any(re.search(expression, name) for expression in freeze)
-
-
-def outside_trains(lora: Lora | None, freeze: tuple[str, ...]) -> Mapping[str, bool]:
-    """Return for the embedding, the last norm and the head whether each trains."""
-    names = (EMBEDDING, LAST_NORM, HEAD)
-    return {name: not lora and not _frozen(f"{name}.weight", freeze) for name in names}
 
 
 @dataclass(frozen=True)
@@ -204,17 +216,16 @@ class _Held(NamedTuple):
 
 def counts_of(
     shape: ModelShape,
-    tensor: int,
-    lora: Lora | None,
-    freeze: tuple[str, ...],
+    tensor: int = 1,
+    trains: Trains = EVERYTHING,
     stage: StageLayers | None = None,
     experts: int = 1,
 ) -> ParameterCounts:
     """Return the parameter counts of a tensor rank, without biases. stage: its layers; None: all.
     experts: the number of ranks that divide a layer's experts."""
     mine = stage or all_layers(shape)
-    outside = _outside_layers(shape, tensor, lora, freeze, mine)
-    numbers, held = _of_layers(shape, tensor, lora, freeze, experts)
+    outside = _outside_layers(shape, tensor, trains, mine)
+    numbers, held = _of_layers(shape, tensor, trains, experts)
     many, sizes = Counter(map(numbers.__getitem__, mine.layers)), Counter[int]()
     in_layers = [(one, number) for kind, number in many.items() for one in held[kind]]
     every = [*((one, 1) for one in outside), *in_layers]
@@ -238,28 +249,24 @@ def counts_of(
     )
 
 
-def trained_above(
-    shape: ModelShape, tensor: int, lora: Lora | None, freeze: tuple[str, ...], experts: int
-) -> list[int]:
+def trained_above(shape: ModelShape, tensor: int, trains: Trains, experts: int) -> list[int]:
     """Return, for each layer, the trained parameters of a tensor rank whose gradients are computed
     before the layer's own: those of later layers, the last norm and the head. The other arguments
     are as in counts_of."""
-    numbers, held = _of_layers(shape, tensor, lora, freeze, experts)
+    numbers, held = _of_layers(shape, tensor, trains, experts)
     each = [sum(one.elements for one in kind if one.trains) for kind in held]
-    outside = outside_trains(lora, freeze)
-    first = (
-        outside[EMBEDDING if shape.tied else HEAD] * head_projection(shape).on(tensor).parameters
-    )
-    first += outside[LAST_NORM] * shape.hidden_size
+    table = EMBEDDING if shape.tied else HEAD
+    first = (table in trains.outside) * head_projection(shape).on(tensor).parameters
+    first += (LAST_NORM in trains.outside) * shape.hidden_size
     return list(accumulate((each[kind] for kind in reversed(numbers[1:])), initial=first))[::-1]
 
 
 def _of_layers(
-    shape: ModelShape, tensor: int, lora: Lora | None, freeze: tuple[str, ...], experts: int
+    shape: ModelShape, tensor: int, trains: Trains, experts: int
 ) -> tuple[list[int], list[list[_Held]]]:
     """Return the kind of each layer, as an index (kinds differ in modules or in what trains), and a
     tensor rank's parameters of each kind."""
-    every, words = kinds_of_layers(shape, lora, freeze), _words_of_experts(shape)
+    every, words, lora = kinds_of_layers(shape, trains), _words_of_experts(shape), trains.lora
     kinds, found = list(dict.fromkeys(every)), list[list[_Held]]()
     for blocks, trained in kinds:
         held = list[_Held]()
@@ -276,29 +283,18 @@ def _of_layers(
 
 
 def _outside_layers(
-    shape: ModelShape, tensor: int, lora: Lora | None, freeze: tuple[str, ...], mine: StageLayers
+    shape: ModelShape, tensor: int, trains: Trains, mine: StageLayers
 ) -> list[_Held]:
     """Return the parameters of a tensor rank of a stage outside of layers: the embedding, the head,
     the last norm, and per-layer embeddings."""
-    trains, table = outside_trains(lora, freeze), head_projection(shape).on(tensor).parameters
-    found = [_Held(table, trains[EMBEDDING])] * mine.first
-    found += [_Held(table, trains[HEAD])] * (mine.last and not shape.tied)
-    found += [_Held(shape.hidden_size, trains[LAST_NORM])] * mine.last
-    every = trained_outside(shape, lora, freeze)
+    outside, table = trains.outside, head_projection(shape).on(tensor).parameters
+    found = [_Held(table, EMBEDDING in outside)] * mine.first
+    found += [_Held(table, HEAD in outside)] * (mine.last and not shape.tied)
+    found += [_Held(shape.hidden_size, LAST_NORM in outside)] * mine.last
+    every, lora = trains.of_embeddings(shape), trains.lora
     for name, one in outside_modules(shape).items():
-        word = name.rpartition(".")[2]
+        word = name.removeprefix(MODEL)
         found.append(_Held(one.parameters, word in every.weights))
-        if lora and lora.adapts(name):
-            size = lora.rank * (one.inputs + one.outputs)
-            found.append(_Held(size, word in every.adapters))
+        if lora and lora.adapts(word):
+            found.append(_Held(lora.rank * (one.inputs + one.outputs), word in every.adapters))
     return found
-
-
-def trained_outside(shape: ModelShape, lora: Lora | None, freeze: tuple[str, ...]) -> Trained:
-    """Return which of the modules that make the embeddings of each layer train, by the last words
-    of their names."""
-    names = {name.rpartition(".")[2]: name for name in outside_modules(shape)}
-    weights = [w for w, n in names.items() if not lora and not _frozen(f"{n}.weight", freeze)]
-    adapters = [w for w, n in names.items() if lora and lora.adapts(n)]
-    adapters = [w for w in adapters if not _frozen(f"{names[w]}.lora_A.weight", freeze)]
-    return Trained(frozenset(weights), frozenset(adapters))

@@ -20,7 +20,6 @@ from uspft.config.strategies import strategies_of, under
 from uspft.config.types import Open
 from uspft.families import ModelShape
 from uspft.pipeline.stages import schedule_of
-from uspft.planner.mesh import tuned
 from uspft.planner.options import slices_of, stage_of
 from uspft.planner.rank import (
     RECOMPUTE,
@@ -29,6 +28,7 @@ from uspft.planner.rank import (
     Choice,
     as_long,
     likely,
+    ranked,
     recommend,
     values_of,
 )
@@ -315,10 +315,12 @@ def decided(recipe: Recipe, known: Known) -> Decision | None:
         by += ", for rows of one document (the documents' lengths, not known yet, may change this)"
     values = _values(alone, found.way, asked)
     if SLICES in asked and found.way.layout.is_mesh:
-        mesh = tuned(found.way.placed(found.way.step(step), hardware))
-        why = f"in one slice matrices take {as_long(mesh.whole_seconds, mesh.seconds)}"
+        best, whole = (
+            ranked(step.under(slices=slices), found.way, hardware) for slices in (None, (1,) * 4)
+        )
+        why = f"in one slice a step takes {as_long(whole.seconds, best.seconds)}"
         found = found._replace(reasons={**found.reasons, SLICES: why})
-        values[SLICES] = mesh.slices
+        values[SLICES] = best.step.options.slices
     return Decision(found, by, values)
 
 

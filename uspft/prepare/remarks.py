@@ -31,7 +31,7 @@ from uspft.planner.options import options_of, stage_of
 from uspft.planner.products import EXPERTS
 from uspft.planner.stages import cut_by_flops
 from uspft.planner.step_shape import StepShape
-from uspft.planner.trained import trained_layers
+from uspft.planner.trained import kinds_of_layers
 from uspft.prepare.known import Known, saving_most, step_shape
 from uspft.segments import Segments
 from uspft.sequence import chunk_multiple
@@ -81,8 +81,8 @@ def _zero_bytes(step: StepShape, layout: Layout) -> float:
     """Return the bytes that ZeRO moves per expert parameter in a forward and backward; an
     all-reduce moves a gradient twice."""
     options = step.options
-    layers = trained_layers(step.model, options.lora, options.freeze)
-    matrices = [name.startswith(EXPERTS) for one in layers for name in one.weights]
+    layers = kinds_of_layers(step.model, options.trains)
+    matrices = [name.startswith(EXPERTS) for _, one in layers for name in one.weights]
     trained = sum(matrices) / (2 * sum(expert_layers(step.model)))
     gradient, weight, passes = options.gradient_bytes, options.element, options.passes(layout)
     if options.zero_stage == 3:

@@ -12,7 +12,7 @@ from benchmarks.lab.results import RESULTS, read
 from benchmarks.meshslice.events import Task, simulate
 from benchmarks.meshslice.programs import AXES, Product, cannon, meshslice, summa, wang
 from benchmarks.meshslice.report import dataflows, figures, headlines, slicing, strong_scaling
-from benchmarks.meshslice.shapes import GPT_3, MEGATRON_NLG, MODELS, flows, mesh_product
+from benchmarks.meshslice.shapes import GPT_3, MEGATRON_NLG, MODELS, flows, kept_of, mesh_product
 from benchmarks.meshslice.simulate import (
     Run,
     baseline,
@@ -294,3 +294,20 @@ def test_results_are_called_modelled_and_are_what_the_simulation_says() -> None:
     assert "modelled" in kept and len(figures(kept)) == 8
     assert kept["headlines"][GPT_3.name] == headlines(GPT_3)
     assert set(kept["headlines"]) == {model.name for model in MODELS}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "kept"),
+    [
+        ((1 << 18, 4096, 14336), "output"),
+        ((1 << 18, 14336, 4096), "input"),
+        ((1 << 18, 4096, 4096), "input"),
+        ((1024, 4096, 14336), "weight"),
+        ((1024, 14336, 4096), "weight"),
+    ],
+)
+def test_the_largest_matrix_is_kept(sizes: tuple[int, int, int], kept: str) -> None:
+    tokens, inputs, outputs = sizes
+    matrices = {"input": tokens * inputs, "output": tokens * outputs, "weight": inputs * outputs}
+    assert kept_of(*sizes) == kept
+    assert matrices[kept] == max(matrices.values())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from itertools import product as every
 from math import log
@@ -14,7 +15,7 @@ import pytest
 
 from tests.support.hardware import H100, made, round_figures
 from tests.support.shapes import hub
-from tests.support.steps import step_of
+from tests.support.steps import mesh_time, step_of
 from uspft.families import ModelShape
 from uspft.layout import Layout
 from uspft.planner.machine import Hardware
@@ -24,18 +25,16 @@ from uspft.planner.mesh import (
     MeshProduct,
     Slice,
     flow_seconds,
-    kept_of,
     mesh_layer,
     mesh_outside,
     mesh_products,
-    mesh_time,
     number_sums,
     product_time,
-    tuned,
-    why_not_kept,
+    slices_on,
 )
 from uspft.planner.products import ProductShape, met_parameters
 from uspft.planner.step_shape import PlacedStep, StepShape, StepTime
+from uspft.planner.trained import Trains
 from uspft.planner.ways import why_no_matrices
 from uspft.segments import Segments
 
@@ -201,34 +200,6 @@ def test_slices_divide_what_each_rank_holds() -> None:
     assert replace(QKV, hidden=60).legal_slices(1, 8) == []
 
 
-@pytest.mark.parametrize(
-    ("sizes", "kept"),
-    [
-        ((1 << 18, 4096, 14336), "output"),
-        ((1 << 18, 14336, 4096), "input"),
-        ((1 << 18, 4096, 4096), "input"),
-        ((1024, 4096, 14336), "weight"),
-        ((1024, 14336, 4096), "weight"),
-    ],
-)
-def test_the_largest_matrix_is_kept(sizes: tuple[int, int, int], kept: str) -> None:
-    tokens, inputs, outputs = sizes
-    matrices = {"input": tokens * inputs, "output": tokens * outputs, "weight": inputs * outputs}
-    assert kept_of(*sizes) == kept
-    assert matrices[kept] == max(matrices.values())
-
-
-def test_what_is_not_kept_though_it_is_the_largest_is_told() -> None:
-    every = (QKV, OUT, GATE_UP, DOWN)
-    assert why_not_kept(every, 1 << 15) == []
-    assert why_not_kept(every, 1 << 10) == [
-        f"{name} keeps its {kept}, though its weight is the largest"
-        for name, kept in zip(
-            ("qkv", "out", "gate_up", "down"), ("output", "input") * 2, strict=True
-        )
-    ]
-
-
 def test_slices_are_cut_out_and_put_in_place_by_copies(tmp_path: Path) -> None:
     """Each of several slices of what travels is read and written once more; one is not cut."""
     layout, cluster = Layout(mesh_columns=4, ring=4, mesh_rows=4), moving(1e30, tmp_path)
@@ -300,7 +271,10 @@ def test_bytes_of_norms_loss_and_tables() -> None:
     products = sum(one.bytes_of("tensor") for one in by_product(placed()).values())
     assert in_layer - products == pytest.approx(2 * 2 * 4 * tokens)
     table, activations, sums = 2 * 128256 * 4096 / 4, 2 * tokens * 4096, (2 + 3) * 4 * tokens
-    for step, tables, moved in ((PLAIN_STEP, 4, 4), (PLAIN_STEP.under(freeze=("",)), 2, 3)):
+    for step, tables, moved in (
+        (PLAIN_STEP, 4, 4),
+        (PLAIN_STEP.under(trains=Trains(freeze=("",))), 2, 3),
+    ):
         outside = StepTime(tuple(mesh_outside(placed(step)))).bytes_of("tensor")
         assert outside == pytest.approx(sums + tables * table + moved * activations)
 
@@ -331,7 +305,7 @@ def test_slices_hide_and_nothing_hides_more_than_there_is() -> None:
 
 
 def test_a_frozen_weight_has_no_gradient_to_move(tmp_path: Path) -> None:
-    frozen = PLAIN_STEP.under(freeze=("",))
+    frozen = PLAIN_STEP.under(trains=Trains(freeze=("",)))
     cluster = made(tmp_path)
     two, three = (
         by_product(PlacedStep(step.under(slices=WHOLE), MESH, cluster))["down"]
@@ -351,6 +325,10 @@ def total(step: StepShape, layout: Layout, slices: tuple[int, ...]) -> float:
     return mesh_time(placed(step, layout, slices)).seconds
 
 
+def tuned_seconds(step: StepShape, layout: Layout) -> float:
+    return total(step, layout, slices_on(PlacedStep(step, layout, H100)))
+
+
 def meshes(ranks: int) -> list[Layout]:
     every = [(n, ranks // n) for n in range(1, ranks + 1) if ranks % n == 0]
     return [Layout(columns, ring=rows, mesh_rows=rows, blocks=True) for rows, columns in every]
@@ -359,11 +337,9 @@ def meshes(ranks: int) -> list[Layout]:
 def test_the_choice_is_the_best_of_all() -> None:
     """Every mesh of eight ranks, and on each of them some of its numbers of slices."""
     for layout in meshes(8):
-        one = tuned(PlacedStep(STEP, layout, H100))
-        assert one.seconds == pytest.approx(total(STEP, layout, one.slices))
-        assert one.whole_seconds == pytest.approx(total(STEP, layout, (1, 1, 1, 1)))
+        best = total(STEP, layout, slices_on(PlacedStep(STEP, layout, H100)))
         counts = every((1, 4, 16), repeat=4)
-        assert min(total(STEP, layout, count) for count in counts) >= one.seconds - 1e-12
+        assert min(total(STEP, layout, count) for count in counts) >= best - 1e-12
 
 
 def test_long_rows_want_mesh_rows_and_short_ones_columns() -> None:
@@ -371,7 +347,8 @@ def test_long_rows_want_mesh_rows_and_short_ones_columns() -> None:
     rows = []
     for length in (1 << 11, 1 << 13, 1 << 17):
         step = replace(STEP, row=Segments.single(length))
-        best = min(meshes(8), key=lambda layout: tuned(PlacedStep(step, layout, H100)).seconds)
+        of = partial(tuned_seconds, step)
+        best = min(meshes(8), key=of)
         rows.append(best.mesh_rows)
     assert rows == sorted(rows) and rows[0] < rows[-1]
 
@@ -392,14 +369,9 @@ def test_slices_follow_the_launch(tmp_path: Path) -> None:
         for launch in (free, dear)
     )
     layout = Layout(4, ring=2, mesh_rows=2)
-    many, one = (tuned(PlacedStep(STEP, layout, cluster)) for cluster in (fine, whole))
-    assert min(many.slices) >= 8
-    assert one.slices == (1, 1, 1, 1) and one.seconds == one.whole_seconds
-
-
-def test_what_is_asked_for_is_kept() -> None:
-    asked = (2, 4, 8, 16)
-    assert {tuned(PlacedStep(STEP, layout, H100), asked).slices for layout in meshes(4)} == {asked}
+    many, one = (slices_on(PlacedStep(STEP, layout, cluster)) for cluster in (fine, whole))
+    assert min(many) >= 8
+    assert one == (1, 1, 1, 1)
 
 
 def test_heads_and_features_decide_which_meshes_there_are() -> None:
@@ -422,5 +394,5 @@ def test_heads_and_features_decide_which_meshes_there_are() -> None:
 def test_a_hundred_ranks_take_seconds() -> None:
     start = perf_counter()
     step = replace(STEP, model=hub("meta-llama/Llama-3.1-70B"))
-    assert all(tuned(PlacedStep(step, layout, H100)).slices for layout in meshes(128))
+    assert all(all(slices_on(PlacedStep(step, layout, H100))) for layout in meshes(128))
     assert perf_counter() - start < 10

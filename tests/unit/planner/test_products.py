@@ -39,7 +39,7 @@ from uspft.planner.trained import counts_of
 )
 def test_parameters_are_those_published(name: str, published: int) -> None:
     model = hub(name)
-    assert counts_of(model, 1, None, ()).every == pytest.approx(published, rel=1e-4)
+    assert counts_of(model).every == pytest.approx(published, rel=1e-4)
     embedding = model.vocab_size * model.hidden_size
     looked_up = 0 if model.tied else embedding
     assert met_parameters(model) == pytest.approx(published - looked_up, rel=1e-4)
@@ -51,7 +51,7 @@ def test_of_experts_a_token_meets_some(tmp_path: Path) -> None:
     experts = 3 * model.hidden_size * model.intermediate_size
     router = 8 * model.hidden_size
     assert met_parameters(model) - met_parameters(dense) == model.layers * (experts + router)
-    more = counts_of(model, 1, None, ()).layer - counts_of(dense, 1, None, ()).layer
+    more = counts_of(model).layer - counts_of(dense).layer
     assert more == 7 * experts + router
 
 
@@ -64,7 +64,7 @@ def test_tensor_ranks_divide_matrices_and_replicate_kv_heads(tmp_path: Path) -> 
     assert (out.inputs, out.outputs) == (2 * 128, 4096)
     assert gate.outputs == up.outputs == down.inputs == 12288 // 16
     assert head_projection(model).on(2).outputs == model.vocab_size // 2
-    whole, half = (counts_of(model, ranks, None, ()).layer for ranks in (1, 2))
+    whole, half = (counts_of(model, ranks).layer for ranks in (1, 2))
     norms = 2 * model.hidden_size + 2 * model.head_dim
     assert 2 * half - whole == norms, "norms alone are whole on both"
 

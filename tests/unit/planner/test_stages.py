@@ -43,7 +43,7 @@ from uspft.planner.step import (
     stored_parts,
 )
 from uspft.planner.step_shape import DrawnRows, Memo, PlacedStep, StepShape, StepTime
-from uspft.planner.trained import counts_of
+from uspft.planner.trained import EVERYTHING, Trains, counts_of
 from uspft.segments import Segments
 from uspft.sequence import make_algorithm
 from uspft.sequence.chunked import Cut
@@ -147,7 +147,7 @@ def test_layers_without_experts_weigh_what_they_are(experts: int) -> None:
     stages = dealt_stages(shape, layout, Memo())
     for place in range(2):
         held, *apart = stored_parts(shape, layout, stages, place)
-        mine = counts_of(model, 1, None, (), stage_layers(stages, place), experts)
+        mine = counts_of(model, 1, EVERYTHING, stage_layers(stages, place), experts)
         divided = sum(one.every for one in apart)
         assert held.every + divided == mine.every and divided == mine.experts
         assert bool(divided) == (place == 1 < experts)
@@ -210,7 +210,7 @@ def test_zero_divides_a_stage_over_its_own_ranks(stage: int) -> None:
 def test_of_ranks_with_like_layers_each_stores_what_of_its_own_trains() -> None:
     """The second and third rank have as many layers, of which only the third's train."""
     frozen = r"embed|lm_head|layers\.(\d|1[0-5])\."
-    shape = step(freeze=(frozen,), schedule=Schedule(sizes=(6, 10, 10, 6)))
+    shape = step(trains=Trains(freeze=(frozen,)), schedule=Schedule(sizes=(6, 10, 10, 6)))
     layout = Layout(data=2, pipeline=4)
     placed = PlacedStep(shape, layout, H100, ALONE)
     stages = dealt_stages(shape, layout, Memo())
@@ -491,7 +491,7 @@ def test_keys_of_earlier_chunks_are_priced_as_often_as_they_come() -> None:
 @pytest.mark.parametrize("freeze", [(), ("norm",)])
 def test_prices_are_those_of_the_cost_model(freeze: tuple[str, ...]) -> None:
     model = windowed(LLAMA, 1024, (False, True) * 16)
-    given = step_of(model, ROW, step_rows=8, freeze=freeze)
+    given = step_of(model, ROW, step_rows=8, trains=Trains(freeze=freeze))
     placed = PlacedStep(given, Layout(pipeline=2), H100, make_algorithm(WHOLE, 1, 1))
     found = chunk_prices(placed)
     whole = row_time(placed, given.row).row

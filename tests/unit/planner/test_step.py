@@ -13,16 +13,15 @@ import pytest
 from tests.support.algorithms import named
 from tests.support.hardware import H100, made
 from tests.support.shapes import hub, windowed
-from tests.support.steps import changed, step_of
+from tests.support.steps import changed, mesh_time, step_of
 from uspft.families import ModelShape
 from uspft.layout import Layout
 from uspft.planner.expert_traffic import crossover_tokens, token_cost
 from uspft.planner.machine import Hardware, read_hardware
-from uspft.planner.mesh import mesh_time
 from uspft.planner.products import expert_parameters
 from uspft.planner.step import model_flops, step_time
 from uspft.planner.step_shape import PlacedStep, StepShape, StepTime
-from uspft.planner.trained import counts_of
+from uspft.planner.trained import Trains, counts_of
 from uspft.prepare.known import shipped
 from uspft.segments import Segments
 
@@ -100,7 +99,7 @@ def test_recomputing_adds_a_forward_of_the_layers_and_no_attention() -> None:
 
 
 def test_frozen_parameters_have_no_gradient_of_their_own() -> None:
-    frozen = timed(Layout(data=2), freeze=(r"layers\.",))
+    frozen = timed(Layout(data=2), trains=Trains(freeze=(r"layers\.",)))
     whole = timed(Layout(data=2))
     trained = (2 * LLAMA.vocab_size + 1) * LLAMA.hidden_size / PARAMETERS
     assert frozen.of("products") / whole.of("products") == pytest.approx(
@@ -366,7 +365,7 @@ def timed_under_zero(layout: Layout, hardware: Hardware, tokens: int, stage: int
 def test_of_divided_experts_a_part_moves(stage: int) -> None:
     """Of every parameter 4 bytes of gradient, and 2 of weight, twice at stage 3."""
     experts = QWEN.layers * expert_parameters(QWEN)
-    rest = counts_of(QWEN, 1, None, ()).every - experts
+    rest = counts_of(QWEN).every - experts
     assert experts == 48 * 3 * 128 * 2048 * 768
     for degree in (1, 2, 4):
         found = timed_under_zero(Layout(data=8, experts=degree), H100, 4096, stage)

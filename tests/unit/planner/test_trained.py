@@ -17,7 +17,7 @@ from uspft.layout import Layout
 from uspft.model.build import empty_model
 from uspft.model.parallel import shards_of
 from uspft.parameters.names import places
-from uspft.planner.trained import Lora, StageLayers, counts_of
+from uspft.planner.trained import EVERYTHING, Lora, StageLayers, Trains, counts_of
 
 SIZES = {
     "linear_num_key_heads": 5,
@@ -48,17 +48,17 @@ def both(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Any, Any]:
 
 def test_every_parameter_is_counted(both: tuple[Any, Any]) -> None:
     model, net = both
-    every = counts_of(model, 1, None, ())
+    every = counts_of(model)
     assert every.every == every.trained == sum(p.numel() for p in net.parameters())
     assert dict(every.sizes) == Counter(p.numel() for p in net.parameters())
-    frozen = counts_of(model, 1, None, (r"linear_attn\.(conv1d|A_log)",))
+    frozen = counts_of(model, 1, Trains(freeze=(r"linear_attn\.(conv1d|A_log)",)))
     without = [p for n, p in net.named_parameters() if "conv1d" not in n and "A_log" not in n]
     assert frozen.trained == sum(p.numel() for p in without)
     if model.joined_layers:
         return
     stages = [tuple(range(0, 3)), tuple(range(3, 8))]
     parts = [StageLayers(one, first=n == 0, last=n == 1) for n, one in enumerate(stages)]
-    assert sum(counts_of(model, 1, None, (), one).every for one in parts) == every.every
+    assert sum(counts_of(model, 1, EVERYTHING, one).every for one in parts) == every.every
 
 
 def test_a_tensor_rank_holds_some_key_heads_with_their_value_heads(both: tuple[Any, Any]) -> None:
@@ -72,7 +72,7 @@ def test_a_tensor_rank_holds_some_key_heads_with_their_value_heads(both: tuple[A
         for rank in range(2)
     ]
     whole = sum(named[name].numel() for name in norms)
-    assert counts_of(model, 2, None, ()).every == max(held) + whole
+    assert counts_of(model, 2).every == max(held) + whole
 
 
 def test_adapters_stand_beside_every_projection(both: tuple[Any, Any]) -> None:
@@ -82,13 +82,13 @@ def test_adapters_stand_beside_every_projection(both: tuple[Any, Any]) -> None:
     every = {name: m for name, m in named if isinstance(m, torch.nn.Linear)}
     theirs = ["shared_expert.", *["mlp.down_proj"] * model.beside_mlp]
     linear = [m for name, m in every.items() if not any(one in name for one in theirs)]
-    found = counts_of(model, 1, Lora(4), ())
+    found = counts_of(model, 1, Trains(Lora(4)))
     assert found.trained == sum(4 * (m.in_features + m.out_features) for m in linear)
     shared = [m for name, m in every.items() if name.endswith("shared_expert.down_proj")]
     apart = Lora(4, (), parameters=("shared_expert.down_proj.weight",))
     expected = sum(4 * (m.in_features + m.out_features) for m in shared)
-    assert counts_of(model, 1, apart, ()).trained == expected
-    some = counts_of(model, 1, Lora(4, ("o_proj", "out_proj")), ())
+    assert counts_of(model, 1, Trains(apart)).trained == expected
+    some = counts_of(model, 1, Trains(Lora(4, ("o_proj", "out_proj"))))
     assert 0 < some.trained < found.trained
 
 
@@ -98,27 +98,27 @@ def test_layers_without_experts_are_counted_as_they_are(kind: str, tmp_path: Pat
     net = empty_model(AutoConfig.from_pretrained(tmp_path), torch.float32)
     named = {name: one for name, one in net.named_parameters() if not name.endswith(".bias")}
     sizes = {name: one.numel() for name, one in named.items()}
-    every = counts_of(model, 1, None, ())
+    every = counts_of(model)
     assert every.every == every.trained == sum(sizes.values())
-    frozen = counts_of(model, 1, None, (r"mlp\.down_proj", r"layers\.0\."))
+    frozen = counts_of(model, 1, Trains(freeze=(r"mlp\.down_proj", r"layers\.0\.")))
     kept = [n for name, n in sizes.items() if "mlp.down_proj" not in name and ".0." not in name]
     assert frozen.trained == sum(kept)
     experts = [n for name, n in sizes.items() if ".experts." in name]
     for degree in (2, 3):
-        held = counts_of(model, 1, None, (), experts=degree)
+        held = counts_of(model, 1, experts=degree)
         assert held.experts == held.experts_trained == sum(experts) // degree
         assert held.every == every.every - sum(experts) + held.experts
     stages = [(0,), tuple(range(1, 8))]
     parts = [StageLayers(one, first=n == 0, last=n == 1) for n, one in enumerate(stages)]
-    first, rest = (counts_of(model, 1, None, (), one, 2) for one in parts)
+    first, rest = (counts_of(model, 1, EVERYTHING, one, 2) for one in parts)
     own = sum(n for name, n in sizes.items() if ".layers.0." in name)
     assert first.every == own + sizes["model.embed_tokens.weight"] and first.layer == own
     assert first.experts == 0 and rest.experts == sum(experts) // 2
     assert first.every + rest.every == every.every - rest.experts
     # An adapter stands beside no matrix whose name experts have, but for those named apart.
-    lora = counts_of(model, 1, Lora(4, ("q_proj", "up_proj")), ())
+    lora = counts_of(model, 1, Trains(Lora(4, ("q_proj", "up_proj"))))
     queries = [one for name, one in named.items() if name.endswith(".q_proj.weight")]
     assert lora.trained == 4 * sum(sum(one.shape) for one in queries)
-    apart = counts_of(model, 1, Lora(4, (), parameters=("mlp.up_proj.weight",)), ())
+    apart = counts_of(model, 1, Trains(Lora(4, (), parameters=("mlp.up_proj.weight",))))
     ups = [one for name, one in named.items() if name.endswith("mlp.up_proj.weight")]
     assert apart.trained == 4 * sum(sum(one.shape) for one in ups) > 0

@@ -132,7 +132,7 @@ def test_a_mesh_that_was_chosen_is_told_with_the_others(tmp_path: Path) -> None:
     )
     why = found.decision.choice.reasons
     assert why["parallel_config.tensor_mesh"].count(" a step takes ") == 2
-    assert why["parallel_config.tensor_slices"].startswith("in one slice matrices take ")
+    assert why["parallel_config.tensor_slices"].startswith("in one slice a step takes ")
     key = "parallel_config.tensor"
     sliced = examine(tmp_path / "r.yaml", [f"{key}_mesh=[2, 2]"], 1, None)
     assert sliced.decision and list(sliced.decision.values) == [f"{key}_slices"]

@@ -20,7 +20,7 @@ from uspft.config.strategies import strategies_of
 from uspft.families import ModelShape, read_shape
 from uspft.job import placed
 from uspft.layout import Layout
-from uspft.planner.mesh import tuned
+from uspft.planner.mesh import slices_on
 from uspft.planner.rank import RECOMPUTE, ROWS, STAGE
 from uspft.planner.step_shape import PlacedStep
 from uspft.prepare.known import Known, cluster_of, step_shape
@@ -177,7 +177,7 @@ def test_slices_of_a_mesh_are_what_the_tuner_says(folder: Path) -> None:
     step, found = step_shape(asked, shape), dict[object, object]()
     for rows in (1, 2, 4):
         layout = Layout(4 // rows, ring=rows, mesh_rows=rows, blocks=True)
-        found[rows, 4 // rows] = tuned(PlacedStep(step, layout, known.hardware_on(4))).slices
+        found[rows, 4 // rows] = slices_on(PlacedStep(step, layout, known.hardware_on(4)))
         given = on_a_mesh(folder, tensor_mesh=[rows, 4 // rows])
         assert mesh_of(given, known) == ((rows, 4 // rows), found[rows, 4 // rows])
     mesh, slices = mesh_of(asked, known)

@@ -19,7 +19,7 @@ from uspft.planner.options import Options
 from uspft.planner.products import head_projection
 from uspft.planner.stages import cut_by_flops, stage_layers, stages_of
 from uspft.planner.step_shape import ROUNDING, DrawnRows, Memo
-from uspft.planner.trained import EMBEDDING, kinds_of_layers, outside_trains
+from uspft.planner.trained import EMBEDDING, kinds_of_layers
 from uspft.sequence import chunk_multiple
 
 if TYPE_CHECKING:
@@ -114,12 +114,12 @@ def memory_of_ranks(
     stages = stages_of(shape, DrawnRows.whole(row_tokens), layout.pipeline, options)
     passes = options.passes(layout) if options.step_rows else ROUNDS * stages.ranks
     found, met, shares = list[Memory](), set[object](), [tokens / largest for tokens in chunks]
-    kinds = kinds_of_layers(shape, options.lora, options.freeze)
+    kinds = kinds_of_layers(shape, options.trains)
     layers = [
         (*both, n <= of_pass.first)
         for n, both in enumerate(zip(of_pass.layers, kinds, strict=True))
     ]
-    trains_tied = shape.tied and outside_trains(options.lora, options.freeze)[EMBEDDING]
+    trains_tied = shape.tied and EMBEDDING in options.trains.outside
     table = head_projection(shape).on(layout.mesh_columns).parameters / layout.mesh_rows
     table *= WIDE * trains_tied
     for rank in range(stages.ranks):
@@ -148,7 +148,7 @@ def least_bytes(
         whole = sum(device.get(part, 0.0) for part in ("weights", "gradients", "optimizer"))
         return whole / layout.pipeline * (1 - ROUNDING)
     state = sum(device.values())
-    if options.lora or options.freeze or options.offload_activations:
+    if not options.trains.everything or options.offload_activations:
         return state
     tokens = options.micro_batch * row_tokens // layout.context
     split = layout.mesh_columns if options.use_seq_parallel or layout.is_mesh else 1

@@ -27,8 +27,6 @@ from uspft.planner.trained import (
     EMBEDDING,
     HEAD,
     LAST_NORM,
-    outside_trains,
-    trained_outside,
 )
 
 if TYPE_CHECKING:
@@ -391,18 +389,18 @@ def pass_bytes(
 ) -> tuple[PassBytes, float]:
     """Return the bytes of one micro-batch by layer, and of its batch. behind: as in RowSharing."""
     kinds = layers_of(shape, layout, row_tokens, options, behind)
-    outside = outside_trains(options.lora, options.freeze)
     # With checkpointing transformers makes the embedding's output require a gradient.
-    reached, each = outside[EMBEDDING] or options.checkpointing, list[LayerBytes]()
+    outside = options.trains.outside
+    reached, each = EMBEDDING in outside or options.checkpointing, list[LayerBytes]()
     known, lent = dict[tuple[object, ...], LayerBytes](), 0.0
     offloads = kinds[0].offloads
     # A frozen embedding's output is a leaf, which stays alive as long as the graph.
     copied = kinds[0].tensor > 1 or offloads or kinds[0].kind.scaled
-    leaf = options.checkpointing and not outside[EMBEDDING] and copied
+    leaf = options.checkpointing and EMBEDDING not in outside and copied
     stays, entry = kinds[0].inside_bytes() if leaf else 0.0, LayerBytes(0.0, 0.0)
     if offloads and all(one is not kinds[0] for one in kinds[1:]):
         kinds[0] = replace(kinds[0], first=True)
-    of_embeddings = trained_outside(shape, options.lora, options.freeze)
+    of_embeddings = options.trains.of_embeddings(shape)
     embeddings = bool(kinds[0].embedding) and (reached or bool(of_embeddings))
     if kinds[0].embedding:
         table = float(next(iter(outside_modules(shape).values())).parameters)
@@ -425,8 +423,8 @@ def pass_bytes(
         kinds[-1],
         head_projection(shape).on(layout.mesh_columns).outputs,
         options.loss_tile,
-        trains=outside[HEAD] if not shape.tied else outside[EMBEDDING],
-        norm_trains=outside[LAST_NORM],
+        trains=(EMBEDDING if shape.tied else HEAD) in outside,
+        norm_trains=LAST_NORM in outside,
         capped=shape.full.get("final_logit_softcapping") is not None,
         scaled=shape.full.get("logits_scaling", 1.0) != 1.0,
     )
@@ -438,12 +436,12 @@ def pass_bytes(
     tokens = kinds[0].sharing.tokens
     angles = tokens * kinds[0].kind.angle_bytes(shape.head_dim, options.element)
     embedded = entry.moved + embedding_moved(
-        kinds[0], head, trains=outside[EMBEDDING], tied=shape.tied
+        kinds[0], head, trains=EMBEDDING in outside, tied=shape.tied
     )
     # Without checkpointing a norm saves its input if that is float32 anyway.
     keeps = tuple((one.recompute or options.element == WIDE) and not offloads for one in kinds)
     trains = [bool(one.trained or one.adapted) for one in kinds]
-    first = 0 if outside[EMBEDDING] or not any(trains) else trains.index(True)
+    first = 0 if EMBEDDING in outside or not any(trains) else trains.index(True)
     alone = kinds[: first + 1] if first else []
     asked = bool(shape.full.get("output_router_logits", False))
     routers = tuple(logit_bytes(one, tokens) * asked if one.experts else 0.0 for one in kinds)

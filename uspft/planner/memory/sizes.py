@@ -6,7 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from uspft.families import NO_KEYS, ModelShape, StateSizes, layer_blocks, layer_windows, state_sizes
+from uspft.families import NO_KEYS, ModelShape, StateSizes, layer_windows, state_sizes
 from uspft.families.projections import BEHIND, STATE_LAYER
 from uspft.pipeline.stages import first_layers
 from uspft.planner.expert_traffic import ranks_met
@@ -21,7 +21,7 @@ from uspft.planner.products import (
 )
 from uspft.planner.stages import stages_of
 from uspft.planner.step_shape import DrawnRows
-from uspft.planner.trained import trained_layers
+from uspft.planner.trained import kinds_of_layers
 from uspft.sequence.rows.heads import HeadSplit, split_heads
 
 if TYPE_CHECKING:
@@ -384,8 +384,7 @@ def layers_of(
     """Return the sizes of every layer on a rank; equal layers are one object. behind: as in
     RowSharing."""
     tokens, columns = -(-options.micro_batch * row_tokens // layout.context), layout.mesh_columns
-    windows, lora = layer_windows(shape), options.lora
-    trains = trained_layers(shape, lora, options.freeze)
+    windows, lora = layer_windows(shape), options.trains.lora
     everywhere, index = len(set(windows)) == 1, saved_index(layout, options, tokens)
     again = _checkpointed(shape, layout, row_tokens, options)
     row = _row(layout, options, behind)
@@ -394,10 +393,10 @@ def layers_of(
     experts = Experts(down.inputs, down.copies, down.per_token, layout.experts, met)
     known: dict[tuple[object, ...], LayerSizes] = {}
     found = []
-    own, blocks = shape.layers - shape.borrowers, layer_blocks(shape)
+    own, kinds = shape.layers - shape.borrowers, kinds_of_layers(shape, options.trains)
     lenders = {window: number for number, window in enumerate(windows[:own]) if shape.borrowers}
-    of_layers = zip(layer_kinds(shape), windows, trains, blocks, strict=True)
-    for number, (kind, window, trained, of_layer) in enumerate(of_layers):
+    of_layers = zip(layer_kinds(shape), windows, kinds, strict=True)
+    for number, (kind, window, (of_layer, trained)) in enumerate(of_layers):
         lender = lenders.get(window)
         shared = lender if number >= own or number == lender else None
         key = id(kind), window, id(trained), number in again, shared, of_layer.borrows

@@ -13,7 +13,6 @@ from uspft.planner.trained import (
     ParameterCounts,
     StageLayers,
     counts_of,
-    outside_trains,
     trained_above,
 )
 
@@ -118,7 +117,7 @@ def state_of(
 ) -> State:
     """Return the bytes of a rank's weights, gradients, optimizer states and reduction buckets.
     stage: the layers of a rank in a pipeline; None: all."""
-    held = layout.mesh_columns, options.lora, options.freeze
+    held = layout.mesh_columns, options.trains
     counts = counts_of(shape, *held, stage, layout.experts)
     if layout.mesh_rows > 1:
         counts = counts.divided(layout.mesh_rows)
@@ -136,7 +135,7 @@ def state_of(
     # a copy of tied embeddings, and the sum of its gradients
     if stage and stage.last and shape.tied:
         table = head_projection(shape).on(layout.mesh_columns).parameters / layout.mesh_rows
-        trains = outside_trains(options.lora, options.freeze)[EMBEDDING]
+        trains = EMBEDDING in options.trains.outside
         state.device["tied copy"] = table * (options.element + WIDE * trains)
     return state
 

@@ -294,4 +294,4 @@ class Static:
 def _counts(step: StepShape, tensor: int, stage: StageLayers | None = None) -> ParameterCounts:
     """Return the parameters of a tensor rank. stage: the layers of a rank in a pipeline; None:
     all."""
-    return counts_of(step.model, tensor, step.options.lora, step.options.freeze, stage)
+    return counts_of(step.model, tensor, step.options.trains, stage)
