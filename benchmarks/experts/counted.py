@@ -15,8 +15,9 @@ from uspft.config.inputs import ModelBlock
 from uspft.config.recipe import MemoryBlock
 from uspft.families import ModelShape, read_shape
 from uspft.layout import Layout
-from uspft.planner.expert_traffic import crossover_tokens, token_cost
+from uspft.planner.expert_traffic import RoutedRows, RowSizes, exchanges
 from uspft.planner.products import expert_parameters
+from uspft.sequence import Traffic
 
 MODELS = ("Qwen/Qwen3-30B-A3B", "mistralai/Mixtral-8x7B-v0.1", "openai/gpt-oss-20b")
 TOKENS = tuple(1 << n for n in range(12, 18))
@@ -92,6 +93,33 @@ def point(model: str, tokens: int, degree: int) -> Point:
         said.activation_bytes,
         ELEMENT * matrices // degree,
     )
+
+
+def cost(rows: RoutedRows, sizes: RowSizes, ranks: int, forwards: int = 1) -> Traffic:
+    """Return what one rank sends in one layer, forward and backward; arguments as in
+    `exchanges`."""
+    every = exchanges(rows, sizes, ranks, forwards)
+    return Traffic(sum(one.bytes for one in every), sum(one.messages for one in every))
+
+
+def crossover_tokens(shape: ModelShape, ranks: int, zero_bytes: float, token_bytes: float) -> float:
+    """Return the number of tokens of a rank and forward below which expert parallelism sends less
+    than it saves ZeRO.
+
+    For experts that are replicated on Z ranks ZeRO moves (Z - 1) / Z of their bytes. If E of the
+    ranks divide them, it moves (Z / E - 1) / (Z / E) of an E-th: 1 - 1 / E of the bytes less,
+    whatever Z is. zero_bytes: the bytes that ZeRO moves per parameter in a forward and backward.
+    token_bytes: the bytes of a token's dispatch in a layer (`token_cost`).
+    """
+    return zero_bytes * expert_parameters(shape) * (1 - 1 / ranks) / token_bytes
+
+
+def token_cost(shape: ModelShape, element: int, ranks: int, forwards: int = 1) -> float:
+    """Return the mean bytes that a token's dispatch sends in one layer, forward and backward;
+    arguments as in `exchanges`."""
+    one, none = (RoutedRows.likely(shape, tokens, ranks) for tokens in (1, 0))
+    sizes = RowSizes.of(shape, element)
+    return cost(one, sizes, ranks, forwards).bytes - cost(none, sizes, ranks, forwards).bytes
 
 
 def formula(model: str, degree: int) -> float:

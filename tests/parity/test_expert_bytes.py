@@ -13,6 +13,7 @@ from unittest.mock import patch
 
 import pytest
 
+from benchmarks.experts.counted import cost
 from tests.support.models import make_model
 from tests.support.ranks import spawn
 from tests.support.routers import ROW, documents
@@ -21,7 +22,7 @@ from tests.support.stages import ZERO
 from uspft.comm import Books
 from uspft.config.inputs import ModelBlock
 from uspft.families import ModelShape, read_shape
-from uspft.planner.expert_traffic import RoutedRows, RowSizes, cost
+from uspft.planner.expert_traffic import RoutedRows, RowSizes
 from uspft.sequence import Traffic
 
 RANKS, LAYERS, WIDTH = 4, 2, 4

@@ -116,7 +116,8 @@ def _model(found: Examined, examined: ExaminedModel | None, memory: str | None) 
         lines.append(f"parameters: {said}, {trained}")
     if memory:
         lines.append(f"memory: {memory}")
-    if shape and (side := expert_side(recipe, shape, found.layout)):
+    hardware = found.known.hardware_on(found.layout.ranks)
+    if shape and (side := expert_side(recipe, shape, found.layout, hardware)):
         lines.append(f"experts: {side}")
     if examined and examined.trains:
         lines.append(f"trains: {examined.trains}")

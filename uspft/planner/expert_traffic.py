@@ -1,5 +1,4 @@
-"""The bytes that a layer sends under expert parallelism (model/experts.py), and the number of
-tokens at which that is as much as ZeRO would move for the experts' weights.
+"""The bytes that a layer sends under expert parallelism (model/experts.py).
 
 A token is sent once to each other rank that holds some of its experts, with its scores and choices,
 and one sum is sent back. Where tokens go depends on the router: from counted choices the bytes are
@@ -15,7 +14,6 @@ from typing import NamedTuple
 from uspft.families import ModelShape
 from uspft.planner.layer_kinds import layer_kind
 from uspft.planner.memory.operations import INDEX, WIDE
-from uspft.planner.products import expert_parameters
 from uspft.sequence import Traffic
 
 CHOICE = 4
@@ -87,30 +85,3 @@ def exchanges(rows: RoutedRows, sizes: RowSizes, ranks: int, forwards: int = 1) 
     backward = [of(sizes.token, gone), back, of(sizes.scores, come)]
     again = [*there, *[back] * sizes.returns_again] * (forwards - 1)
     return [*there, back, *again, *backward]
-
-
-def cost(rows: RoutedRows, sizes: RowSizes, ranks: int, forwards: int = 1) -> Traffic:
-    """Return what one rank sends in one layer, forward and backward; arguments as in
-    `exchanges`."""
-    every = exchanges(rows, sizes, ranks, forwards)
-    return Traffic(sum(one.bytes for one in every), sum(one.messages for one in every))
-
-
-def crossover_tokens(shape: ModelShape, ranks: int, zero_bytes: float, token_bytes: float) -> float:
-    """Return the number of tokens of a rank and forward below which expert parallelism sends less
-    than it saves ZeRO.
-
-    For experts that are replicated on Z ranks ZeRO moves (Z - 1) / Z of their bytes. If E of the
-    ranks divide them, it moves (Z / E - 1) / (Z / E) of an E-th: 1 - 1 / E of the bytes less,
-    whatever Z is. zero_bytes: the bytes that ZeRO moves per parameter in a forward and backward.
-    token_bytes: the bytes of a token's dispatch in a layer (`token_cost`).
-    """
-    return zero_bytes * expert_parameters(shape) * (1 - 1 / ranks) / token_bytes
-
-
-def token_cost(shape: ModelShape, element: int, ranks: int, forwards: int = 1) -> float:
-    """Return the mean bytes that a token's dispatch sends in one layer, forward and backward;
-    arguments as in `exchanges`."""
-    one, none = (RoutedRows.likely(shape, tokens, ranks) for tokens in (1, 0))
-    sizes = RowSizes.of(shape, element)
-    return cost(one, sizes, ranks, forwards).bytes - cost(none, sizes, ranks, forwards).bytes

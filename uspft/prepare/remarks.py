@@ -18,20 +18,18 @@ from uspft.config.recipe import MemoryBlock
 from uspft.config.strategies import KEY, strategies_of
 from uspft.data.rows.stream import training_rows
 from uspft.engine.deepspeed_config import micro_batches
-from uspft.families import FAMILIES, ModelShape, attention_windows, expert_layers
+from uspft.families import FAMILIES, ModelShape, attention_windows
 from uspft.job import Job
 from uspft.layout import Layout
 from uspft.metrics import Journal
 from uspft.pipeline.schedules import forward_and_backward
 from uspft.pipeline.simulator import simulate
-from uspft.planner.expert_traffic import crossover_tokens, token_cost
 from uspft.planner.machine import Hardware
 from uspft.planner.memory.formula import fits, longest_row, memory_of
 from uspft.planner.options import options_of, stage_of
-from uspft.planner.products import EXPERTS
+from uspft.planner.rank import as_long, ranked
 from uspft.planner.stages import cut_by_flops
-from uspft.planner.step_shape import StepShape
-from uspft.planner.trained import kinds_of_layers
+from uspft.planner.ways import way_of
 from uspft.prepare.known import Known, saving_most, step_shape
 from uspft.segments import Segments
 from uspft.sequence import chunk_multiple
@@ -40,57 +38,30 @@ from uspft.training.learning_rate import learning_rate
 from uspft.written import METRICS
 
 NAMED = 3
-"""How many expert parallel degrees are named for a recipe without expert parallelism."""
+"""How many other degrees of expert parallelism are named."""
 
 
-def expert_side(recipe: Recipe, shape: ModelShape, layout: Layout) -> str | None:
-    """Return a sentence on the experts per rank, and on whether expert parallelism sends less than
-    ZeRO would with all experts on every rank; None for a model without experts.
-
-    Without expert parallelism, the crossover is given for the possible degrees.
-    """
+def expert_side(
+    recipe: Recipe, shape: ModelShape, layout: Layout, hardware: Hardware
+) -> str | None:
+    """Return a sentence on the experts per rank, and on how long a step takes with other degrees of
+    expert parallelism, by the planner; None for a model without experts."""
     every, degree, copies = shape.experts, layout.experts, layout.copies
     if every == 1:
         return None
-    step = step_shape(recipe, shape)
-    tokens = step.tokens(layout)
-    said = f"{every // degree} of a layer's {every} on a rank, {tokens:,.0f} tokens in a forward"
-    if degree > 1:
-        most = _crossover(step, layout, degree)
-        side, sends = ("below", "less") if tokens < most else ("above", "more")
-        return f"{said}, {side} the crossover of {most:,.0f}: dispatch sends {sends} than it saves"
-    able = [d for d in range(2, copies + 1) if copies % d == every % d == 0][:NAMED]
-    if not able:
-        return said
-    each = {d: _crossover(step, layout, d) for d in able}
-    lines = ", ".join(f"{most:,.0f} over {d} ranks" for d, most in each.items())
-    less = [f"{d}" for d, most in each.items() if tokens < most]
-    what = f"expert_parallel {' or '.join(less)} sends less" if less else "none of these sends less"
-    if less and step.options.hides:
-        what += ", though nothing hides it, and what ZeRO moves passes behind products"
-    return f"{said}; dispatch sends less than it saves below {lines}: {what}"
+    step, way = step_shape(recipe, shape), way_of(recipe, layout)
 
+    def seconds(experts: int) -> float:
+        other = replace(way, layout=replace(layout, experts=experts))
+        return ranked(step, other, hardware).seconds
 
-def _crossover(step: StepShape, layout: Layout, ranks: int) -> float:
-    """Return the tokens per rank below which expert parallelism of this degree sends less."""
-    token = token_cost(step.model, step.options.element, ranks, step.options.forwards)
-    return crossover_tokens(step.model, ranks, _zero_bytes(step, layout), token)
-
-
-def _zero_bytes(step: StepShape, layout: Layout) -> float:
-    """Return the bytes that ZeRO moves per expert parameter in a forward and backward; an
-    all-reduce moves a gradient twice."""
-    options = step.options
-    layers = kinds_of_layers(step.model, options.trains)
-    matrices = [name.startswith(EXPERTS) for _, one in layers for name in one.weights]
-    trained = sum(matrices) / (2 * sum(expert_layers(step.model)))
-    gradient, weight, passes = options.gradient_bytes, options.element, options.passes(layout)
-    if options.zero_stage == 3:
-        return 2 * weight + gradient * trained
-    once = weight / passes
-    return (
-        2 * gradient + once if options.zero_stage == 2 else 2 * gradient / passes + once
-    ) * trained
+    able = [d for d in range(1, copies + 1) if copies % d == every % d == 0 and d != degree]
+    others = able[:NAMED] if step.options.zero_stage else []
+    own = seconds(degree)
+    said = f"{every // degree} of a layer's {every} on a rank, "
+    said += f"{step.tokens(layout):,.0f} tokens in a forward"
+    each = (f"expert_parallel {d} takes {as_long(seconds(d), own)}" for d in others)
+    return "; ".join([said, *each])
 
 
 def wasted(

@@ -8,15 +8,13 @@ from itertools import combinations
 
 import pytest
 
+from benchmarks.experts.counted import cost, crossover_tokens, token_cost
 from tests.support.shapes import hub
 from uspft.families import ModelShape
 from uspft.planner.expert_traffic import (
     RoutedRows,
     RowSizes,
-    cost,
-    crossover_tokens,
     ranks_met,
-    token_cost,
 )
 
 NEXT = hub("Qwen/Qwen3-Next-80B-A3B-Instruct")

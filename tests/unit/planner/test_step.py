@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
+from benchmarks.experts.counted import crossover_tokens, token_cost
 from tests.support.algorithms import named
 from tests.support.hardware import H100, made
 from tests.support.shapes import hub, windowed
 from tests.support.steps import changed, mesh_time, step_of
 from uspft.families import ModelShape
 from uspft.layout import Layout
-from uspft.planner.expert_traffic import crossover_tokens, token_cost
 from uspft.planner.machine import Hardware, read_hardware
 from uspft.planner.products import expert_parameters
 from uspft.planner.step import model_flops, step_time

@@ -1,5 +1,5 @@
-"""On which side of the crossover recipes are, and the number of ranks that divide experts where a
-recipe leaves it open."""
+"""What other degrees of expert parallelism take, and the number of ranks that divide experts where
+a recipe leaves it open."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from uspft.checkpoint.folder import Checkpoint
 from uspft.config import Recipe, load
 from uspft.data.corpus.prepare import prepare
 from uspft.job import Job
+from uspft.planner.rank import as_long
 from uspft.prepare.examine import Examined, examine
 from uspft.prepare.make_plan import course_of, ranking_of, step_of
 from uspft.prepare.remarks import (
@@ -38,7 +39,8 @@ def examined(name: str, *words: str, ranks: int = 8) -> Examined:
 
 def side(found: Examined) -> str | None:
     assert found.shape
-    return expert_side(found.recipe, found.shape, found.layout)
+    hardware = found.known.hardware_on(found.layout.ranks)
+    return expert_side(found.recipe, found.shape, found.layout, hardware)
 
 
 @pytest.mark.parametrize("hardware", ["h100", "l20"])
@@ -70,25 +72,21 @@ def test_a_model_without_experts_has_none_to_divide() -> None:
     assert found.layout.experts == 1 and side(found) is None
 
 
-@pytest.mark.parametrize(
-    ("rows", "degree", "said"),
-    [
-        (1, 8, "below the crossover of 21,973: dispatch sends less than it saves"),
-        (2, 8, "above the crossover of 21,973: dispatch sends more than it saves"),
-        (1, 1, "expert_parallel 2 or 4 or 8 sends less"),
-        (2, 1, "expert_parallel 2 sends less"),
-        (4, 1, "none of these sends less"),
-    ],
-)
-def test_check_says_on_which_side_a_recipe_is(rows: int, degree: int, said: str) -> None:
-    """Frozen experts have no gradients: 4 bytes of each, of the 8 with which they cross over at
-    twice as many tokens."""
-    words = (f"{DEGREE}={degree}", f"training.micro_batch_size={rows}")
-    told = side(examined(LORA, *words))
-    assert told and said in told
-    hidden = "nothing hides it, and what ZeRO moves passes behind products"
-    assert (hidden in told) == ("expert_parallel" in said)
-    assert f"{rows * 16_384:,} tokens" in told and f"{128 // degree} of a layer's 128" in told
+@pytest.mark.parametrize(("rows", "degree"), [(1, 8), (4, 1)])
+def test_check_says_what_other_degrees_take(rows: int, degree: int) -> None:
+    """Each as `plan` prices a recipe that has it."""
+    words = (f"training.micro_batch_size={rows}", "launch.hardware=l20")
+    told = side(examined(LORA, f"{DEGREE}={degree}", *words))
+    assert told and f"{rows * 16_384:,} tokens" in told and f"{128 // degree} of a layer's" in told
+    others = [d for d in (1, 2, 4, 8) if d != degree][:3]
+    seconds = {}
+    for one in (degree, *others):
+        found = examined(LORA, f"{DEGREE}={one}", *words)
+        own = ranking_of(found, step_of(found)).own
+        assert own
+        seconds[one] = own.seconds
+    said = [f"expert_parallel {d} takes {as_long(seconds[d], seconds[degree])}" for d in others]
+    assert told.split("; ")[1:] == said and len({*said}) == 3
 
 
 def examined_over(folder: Path, rows: int, **changes: Any) -> Examined:
