@@ -100,11 +100,7 @@ def _work(placed: PlacedStep, window: int | None) -> AttentionWork:
     chunks = step.options.schedule.chunks if layout.pipeline > 1 else 1
     assert algorithm
     heads = local_heads(step.model.of_window(window), layout.mesh_columns)
-    of = heads, element, window
-    if step.sample is None and (step.dealt or is_whole(step.row, window)):
-        found = attention_of_row(algorithm, step.row, *of)
-    else:
-        found = attention_of_sample(algorithm, step.drawn, *of, dealt=step.dealt)
+    found = attention_of(algorithm, step.drawn, heads, element, window, dealt=step.dealt)
     if chunks > 1 and layout.ring > 1:
         found = in_chunks(found, chunks, _brought(step, window))
     if at_once is None:
@@ -205,8 +201,7 @@ DOCUMENTS = 3
 """The documents of the row that shows whether an algorithm sends keys only to ranks that see
 them."""
 DEALT_RING = 64
-"""The largest ring for which a sample's rows are assigned to ranks exactly: one row on 32 ranks
-takes half a second."""
+"""The largest ring for which rows are assigned to ranks exactly."""
 
 
 @dataclass(frozen=True)
@@ -242,34 +237,29 @@ def is_whole(row: Segments, window: int | None) -> bool:
     return row.bounds[1:] == (row.length,) and (window is None or window >= row.length)
 
 
-@lru_cache(maxsize=4096)  # a row of many documents takes half a second on 32 ranks
-def attention_of_row(
-    algorithm: Algorithm, row: Segments, heads: Heads, element_bytes: int, window: int | None
-) -> AttentionWork:
-    """Return the work of a row under an algorithm, exactly. window: the layer's, in keys."""
-    if is_whole(row, window):
-        return _closed(algorithm, DrawnRows((row,)), heads, element_bytes, None)
-    return _dealt(algorithm, row, heads, element_bytes, window)
-
-
 @lru_cache(maxsize=4096)
-def attention_of_sample(
+def attention_of(
     algorithm: Algorithm,
-    sample: DrawnRows,
+    rows: DrawnRows,
     heads: Heads,
     element_bytes: int,
     window: int | None,
     *,
     dealt: bool,
 ) -> AttentionWork:
-    """Return the mean work of a sample's rows by closed forms. dealt: whether a few of the rows are
-    counted exactly, and the mean multiplied by the ratio of exact to closed for these."""
-    closed = _closed(algorithm, sample, heads, element_bytes, window)
-    if not dealt or algorithm.ring == 1 or algorithm.ring > DEALT_RING:
+    """Return the mean work of rows by closed forms. window: the layer's, in keys. dealt: whether a
+    few of the rows, or the only one, are counted exactly, and the mean multiplied by the ratio of
+    exact to closed for these."""
+    of, few = (heads, element_bytes, window), rows.dealt
+    closed = _closed(algorithm, rows, *of)
+    cut = [not is_whole(row, window) for row in few.rows]
+    if not dealt or not any(cut) or algorithm.ring == 1 or algorithm.ring > DEALT_RING:
         return closed
-    few = sample.dealt
-    exact = [attention_of_row(algorithm, row, heads, element_bytes, window) for row in few.rows]
-    return _corrected(closed, _closed(algorithm, few, heads, element_bytes, window), exact)
+    exact = [
+        _dealt(algorithm, row, *of) if there else _closed(algorithm, DrawnRows.alone(row), *of)
+        for row, there in zip(few.rows, cut, strict=True)
+    ]
+    return _corrected(closed, _closed(algorithm, few, *of), exact)
 
 
 def _corrected(

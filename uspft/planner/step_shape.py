@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple, TypeVar
 
 from uspft.families import ModelShape
@@ -90,9 +90,15 @@ class DrawnRows:
     """Where the rows come from, for messages."""
 
     @classmethod
+    @lru_cache(maxsize=256)
+    def alone(cls, row: Segments) -> DrawnRows:
+        """Return a sample of this row, the same object each time."""
+        return cls((row,))
+
+    @classmethod
     def whole(cls, length: int) -> DrawnRows:
         """Return a sample of one row that is a single document."""
-        return cls((Segments.single(length),))
+        return cls.alone(Segments.single(length))
 
     @cached_property
     def longest_share(self) -> float:
@@ -166,7 +172,7 @@ class StepShape:
     def drawn(self) -> DrawnRows:
         """The rows over which work is averaged: the sample, or the single row that stands
         for all."""
-        return self.sample or DrawnRows((self.row,))
+        return self.sample or DrawnRows.alone(self.row)
 
     def under(self, **options: Any) -> StepShape:
         """Return the step with other values of these options."""

@@ -21,8 +21,7 @@ from uspft.layout import Layout
 from uspft.planner.attention_step import (
     FEW,
     AttentionWork,
-    attention_of_row,
-    attention_of_sample,
+    attention_of,
     wire_of,
 )
 from uspft.planner.machine import Hardware
@@ -166,9 +165,13 @@ SIXTEEN = Heads(16, 8, 64)
 WAYS = [("ring_cp", 1), ("allgather_cp", 1), ("planned_cp", 1), ("hybrid_cp", 4), ("planned_cp", 4)]
 
 
+def exactly(algorithm: Any, row: Segments, window: int | None = None) -> AttentionWork:
+    return attention_of(algorithm, DrawnRows.alone(row), SIXTEEN, 2, window, dealt=True)
+
+
 def work(name: str, ulysses: int, ring: int, row: Segments, **changes: Any) -> AttentionWork:
     algorithm = replace(cast("Any", named(name, ulysses, ring)), **changes)
-    return attention_of_row(algorithm, row, SIXTEEN, 2, None)
+    return exactly(algorithm, row)
 
 
 @pytest.mark.parametrize(("name", "ulysses"), WAYS)
@@ -226,8 +229,8 @@ def test_packed_rows_by_closed_forms(name: str, ring: int) -> None:
     algorithm = cast("Any", named(name, 1, ring))
     for mean, spread in ((6.5, 1.3), (8.5, 1.0)):
         sample = rows_of(mean, spread)
-        exact = [attention_of_row(algorithm, row, SIXTEEN, 2, None) for row in sample.rows]
-        closed = attention_of_sample(algorithm, sample, SIXTEEN, 2, None, dealt=False)
+        exact = [exactly(algorithm, row) for row in sample.rows]
+        closed = attention_of(algorithm, sample, SIXTEEN, 2, None, dealt=False)
         assert closed.pairs == pytest.approx(fmean(one.pairs for one in exact), rel=0.05)
         for way in ("forward", "backward"):
             assert 0.7 < sent(closed, way) / fmean(sent(one, way) for one in exact) < 1.75
@@ -237,14 +240,14 @@ def test_packed_rows_by_closed_forms(name: str, ring: int) -> None:
 def test_a_sample_is_corrected_by_a_few_of_its_rows() -> None:
     algorithm = cast("Any", named("planned_cp", 1, 8))
     sample = rows_of(7.5, 1.2, DEALT_ROWS)
-    exact = [attention_of_row(algorithm, row, SIXTEEN, 2, None) for row in sample.rows]
-    dealt = attention_of_sample(algorithm, sample, SIXTEEN, 2, None, dealt=True)
+    exact = [exactly(algorithm, row) for row in sample.rows]
+    dealt = attention_of(algorithm, sample, SIXTEEN, 2, None, dealt=True)
     assert dealt.pairs == pytest.approx(fmean(one.pairs for one in exact))
     mean = fmean(sent(one, "forward") for one in exact)
     assert sent(dealt, "forward") == pytest.approx(mean, rel=1e-6)
     many = DrawnRows(tuple(row for row in sample.rows for _ in range(16)))
     assert len(many.dealt.rows) == DEALT_ROWS
-    again = attention_of_sample(algorithm, many, SIXTEEN, 2, None, dealt=True)
+    again = attention_of(algorithm, many, SIXTEEN, 2, None, dealt=True)
     assert again.pairs == pytest.approx(dealt.pairs)
 
 
@@ -253,8 +256,8 @@ def test_a_window_on_a_long_ring(name: str) -> None:
     """Closed forms are for the search: work within a tenth, traffic within a third."""
     row, window = Segments.single(1 << 15), 1 << 13
     algorithm = cast("Any", named(name, 1, 16))
-    exact = attention_of_row(algorithm, row, SIXTEEN, 2, window)
-    closed = attention_of_sample(algorithm, DrawnRows((row,)), SIXTEEN, 2, window, dealt=False)
+    exact = exactly(algorithm, row, window)
+    closed = attention_of(algorithm, DrawnRows.alone(row), SIXTEEN, 2, window, dealt=False)
     assert closed.pairs == pytest.approx(exact.pairs, rel=0.1)
     for way in ("forward", "backward"):
         assert 2 / 3 < sent(closed, way) / sent(exact, way) < 3 / 2

@@ -189,7 +189,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Counted:
     counting(rank.price, "step_time", lambda *_: setattr(found, "priced", found.priced + 1))
     counting(formula, "activations_in", lambda *_: setattr(found, "memory", found.memory + 1))
     counting(attention_step, "_dealt", lambda algorithm, *_: found.rings.append(algorithm.ring))
-    for remembers in ("attention_of_row", "attention_of_sample", "_on_few"):
+    for remembers in ("attention_of", "_on_few"):
         getattr(attention_step, remembers).cache_clear()
     return found
 
