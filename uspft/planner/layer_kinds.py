@@ -7,11 +7,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from uspft.families import ModelShape, expert_layers, layer_windows, state_layers
+from uspft.families import FAMILIES, ModelShape, expert_layers, layer_windows, state_layers
+from uspft.families.projections import BETWEEN, FUSED, GATED_QUERY, PER_HEAD
 from uspft.planner.memory.operations import WIDE, Angles, LayerTape
 from uspft.planner.memory.tape import Tensor
 
 SHARED_EXPERT, SHARED_EXPERTS = "mlp.shared_expert", "mlp.shared_experts"
+SHARED_GATE = f"{SHARED_EXPERT}_gate"
 
 
 class Norms(NamedTuple):
@@ -92,23 +94,20 @@ _GEMMA = Norms(
     "post_feedforward_layernorm",
 )
 _BEHIND = Norms("", "post_attention_layernorm", "", "post_feedforward_layernorm")
-_GATED = LayerKind(wide_norms=True, normed_heads=True, gated=True, turned=LayerTape.turned_in_part)
+_TOGETHER = LayerKind(_BEHIND, wide_norms=True, turned=LayerTape.turned_wide)
+_GATED = LayerKind(wide_norms=True, turned=LayerTape.turned_in_part)
 
 LAYER_KINDS: dict[str, LayerKind] = {
-    "llama": LLAMA,
-    "mistral": LLAMA,
-    "smollm3": LLAMA,
-    "qwen2": LLAMA,
-    "qwen3": LayerKind(normed_heads=True),
+    **dict.fromkeys(("llama", "mistral", "smollm3", "qwen2", "qwen3"), LLAMA),
+    **dict.fromkeys(("qwen2_moe", "olmoe", "qwen3_moe"), LLAMA),
     "granite": LayerKind(scaled=True),
-    "phi3": LayerKind(fused=True, turned=LayerTape.turned_in_part),
+    "phi3": LayerKind(turned=LayerTape.turned_in_part),
     "gemma2": LayerKind(_GEMMA, wide_norms=True),
-    "gemma3_text": LayerKind(_GEMMA, wide_norms=True, normed_heads=True, angles=4.0),
+    "gemma3_text": LayerKind(_GEMMA, wide_norms=True, angles=4.0),
     "gemma4_text": LayerKind(
         _GEMMA,
         wide_norms=True,
         powered_norms=True,
-        normed_heads=True,
         normed_values=True,
         router="router.proj",
         wide_scores=True,
@@ -119,56 +118,53 @@ LAYER_KINDS: dict[str, LayerKind] = {
             "post_feedforward_layernorm_2",
         ),
     ),
-    "olmo2": LayerKind(
-        _BEHIND, wide_norms=True, normed_together=True, turned=LayerTape.turned_wide
-    ),
-    "olmo_hybrid": LayerKind(
-        _BEHIND, wide_norms=True, normed_together=True, turned=LayerTape.turned_wide
-    ),
-    "qwen3_5_text": _GATED,
-    "qwen3_5_moe_text": replace(_GATED, router="mlp.gate"),
-    "qwen3_next": replace(_GATED, router="mlp.gate"),
-    "qwen2_moe": LayerKind(router="mlp.gate"),
-    "olmoe": LayerKind(router="mlp.gate", normed_together=True),
-    "granitemoe": LayerKind(router="block_sparse_moe.router", scaled=True, probabilities=False),
-    "mixtral": LayerKind(router="mlp.gate", wide_scores=True),
-    "qwen3_moe": LayerKind(router="mlp.gate", normed_heads=True),
+    **dict.fromkeys(("olmo2", "olmo_hybrid"), _TOGETHER),
+    **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"), _GATED),
+    "granitemoe": LayerKind(scaled=True, probabilities=False),
+    "mixtral": LayerKind(wide_scores=True),
     "glm4_moe": LayerKind(
         turned=LayerTape.turned_in_part,
         turned_share=0.5,
-        router="mlp.gate",
         wide_router=True,
         wide_scores=True,
         shared=SHARED_EXPERTS,
         shared_last=True,
     ),
     "ernie4_5_moe": LayerKind(
-        turned=LayerTape.turned_in_pairs, router="mlp.gate", wide_router=True, shared=SHARED_EXPERTS
+        turned=LayerTape.turned_in_pairs, wide_router=True, shared=SHARED_EXPERTS
     ),
-    "minimax_m2": LayerKind(
-        normed_together=True, turned=LayerTape.turned_in_part, router="mlp.gate", wide_scores=True
-    ),
+    "minimax_m2": LayerKind(turned=LayerTape.turned_in_part, wide_scores=True),
     "gpt_oss": LayerKind(
         wide_norms=True,
         turned=LayerTape.turned_by_halves,
-        router="mlp.router",
         probabilities=False,
         clamped=True,
-        sinks=True,
         angles=1.0,
     ),
 }
+"""What a family's projections do not say."""
 
 
 def layer_kind(shape: ModelShape) -> LayerKind:
     """Return the kind of a model's layers, before differences between layers."""
     raw, kind = {**shape.raw, **(shape.rope or {})}, LAYER_KINDS[shape.model_type]
     turned = raw.get("rotary_dim", kind.turned_share * shape.head_dim) / shape.head_dim
-    share = float(raw.get("partial_rotary_factor", turned))
-    kind = replace(kind, qkv_bias=shape.attention_bias, turned_share=share)
-    if shape.model_type == "glm4_moe":
-        kind = replace(kind, normed_heads=bool(raw.get("use_qk_norm")))
-    return kind if shape.routed else replace(kind, router="")
+    table = FAMILIES[shape.model_type].projections
+    query, norm = table.get("self_attn.q_proj"), table.get("self_attn.q_norm")
+    if shape.model_type == "glm4_moe" and not raw.get("use_qk_norm"):
+        norm = None
+    routers = (name for name, one in table.items() if one is BETWEEN and name != SHARED_GATE)
+    return replace(
+        kind,
+        qkv_bias=shape.attention_bias,
+        turned_share=float(raw.get("partial_rotary_factor", turned)),
+        normed_heads=norm is PER_HEAD,
+        normed_together=norm not in (None, PER_HEAD),
+        gated=query is not None and GATED_QUERY in query.blocks,
+        fused=table is FUSED,
+        sinks="self_attn.sinks" in table,
+        router=(kind.router or next(routers, "")) if shape.routed else "",
+    )
 
 
 def layer_kinds(shape: ModelShape) -> tuple[LayerKind, ...]:

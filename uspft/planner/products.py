@@ -10,8 +10,6 @@ from typing import Literal
 from uspft.families import FAMILIES, Blocks, ModelShape, layer_blocks, state_sizes
 from uspft.families.projections import (
     COLUMNS,
-    FUSED,
-    GATED_QUERY,
     STATE_GATE,
     STATE_GATES,
     STATE_GROUP,
@@ -20,12 +18,11 @@ from uspft.families.projections import (
     STATE_OWN,
     STATE_VALUE,
 )
-from uspft.planner.layer_kinds import SHARED_EXPERT, SHARED_EXPERTS, Norms, layer_kind
+from uspft.planner.layer_kinds import SHARED_EXPERT, SHARED_EXPERTS, SHARED_GATE, Norms, layer_kind
 
 SplitSide = Literal["inputs", "outputs", "none"]
 PROJECTION_WORDS = ("_proj", "_qkv", "_qkvz", "_z", "_b", "_a", "_ba")
 """The endings of the names of projections in layers with a state."""
-SHARED_GATE = f"{SHARED_EXPERT}_gate"
 EXPERTS = ("mlp.experts.", "block_sparse_moe.experts.", "experts.")
 """The beginnings of the names of experts: in most families, in GraniteMoe, and in Gemma 4."""
 
@@ -70,9 +67,7 @@ class ProductShape:
 def attention_projections(shape: ModelShape) -> dict[str, ProductShape]:
     """Return by name the projections of a layer with attention."""
     hidden, dim = shape.hidden_size, shape.head_dim
-    table = FAMILIES[shape.model_type].projections
-    # A gated query projection has as many features again, which gate attention's output.
-    gated = 1 + ("self_attn.q_proj" in table and GATED_QUERY in table["self_attn.q_proj"].blocks)
+    gated = 1 + layer_kind(shape).gated
     keys = ProductShape(hidden, shape.kv_heads * dim, "outputs", dim)
     found = {
         "self_attn.q_proj": ProductShape(hidden, gated * shape.heads * dim, "outputs", gated * dim)
@@ -303,7 +298,7 @@ def gathered_elements(model: ModelShape, tensor: int) -> float:
     That happens only in fused projections, where each row is stored once; otherwise a KV head's
     matrices are replicated on the ranks that share it, and the result is 0.
     """
-    if FAMILIES[model.model_type].projections is not FUSED or tensor <= model.kv_heads:
+    if not layer_kind(model).fused or tensor <= model.kv_heads:
         return 0.0
     sharing = tensor / model.kv_heads
     return 2 * model.head_dim * (sharing - 1) / sharing

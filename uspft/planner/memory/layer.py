@@ -10,14 +10,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
-from uspft.planner.layer_kinds import SHARED_EXPERT
+from uspft.planner.layer_kinds import SHARED_EXPERT, SHARED_GATE
 from uspft.planner.memory.attention import InnerAttention, Remembered, attend, attend_over_heads
 from uspft.planner.memory.experts import ExpertsMemory, chosen
 from uspft.planner.memory.mesh import ProductOnMesh
 from uspft.planner.memory.operations import Angles, LayerTape, NormKind
 from uspft.planner.memory.sizes import OUTWARD, LayerSizes
 from uspft.planner.memory.tape import Storage, Tensor
-from uspft.planner.products import SHARED_GATE
 
 _EMBEDDED = ("", "post_per_layer_input_norm")
 """The norms before and after what a layer adds for its own embedding of each token."""

@@ -10,11 +10,10 @@ from uspft.families import NO_KEYS, ModelShape, StateSizes, layer_windows, state
 from uspft.families.projections import BEHIND, STATE_LAYER
 from uspft.pipeline.stages import first_layers
 from uspft.planner.expert_traffic import ranks_met
-from uspft.planner.layer_kinds import LLAMA, SHARED_EXPERT, LayerKind, layer_kinds
+from uspft.planner.layer_kinds import LLAMA, SHARED_EXPERT, SHARED_GATE, LayerKind, layer_kinds
 from uspft.planner.memory.in_flight import ROWS_WALKED, BytesPerToken, RowSharing, Window
 from uspft.planner.memory.operations import INDEX, WIDE
 from uspft.planner.products import (
-    SHARED_GATE,
     inner_features,
     inner_matrices,
     state_projections,
