@@ -27,6 +27,7 @@ from uspft.planner.memory.formula import memory_of, memory_of_ranks
 from uspft.planner.options import RECOMPUTES, Options
 from uspft.planner.rank import Choice, as_long, difference, ranked, ranking, recommend
 from uspft.planner.step_shape import DrawnRows, Memo, StepShape
+from uspft.planner.trained import Trains
 from uspft.planner.ways import Space, Way, every_way, legal_for, ways
 from uspft.prepare.examine import examine
 from uspft.prepare.left_open import BY_RECIPE, BY_ROWS
@@ -381,7 +382,7 @@ def test_memory_of_a_pipeline_is_that_of_the_rank_that_needs_most() -> None:
 def test_memory_of_a_pipeline_knows_what_layers_its_ranks_have() -> None:
     """Of as many layers others train, have experts, or are checkpointed."""
     glm = hub("zai-org/GLM-4.5-Air")  # of whose layers the first has no experts
-    frozen = {"freeze": (r"embed|lm_head|layers\.(\d|1[0-5])\.",)}
+    frozen = {"trains": Trains(freeze=(r"embed|lm_head|layers\.(\d|1[0-5])\.",))}
     some = {"first_layers": (8, 8, 0, 8)}
     cases: list[tuple[ModelShape, tuple[int, ...], dict[str, Any]]] = [
         (LLAMA, (6, 10, 10, 6), frozen),
