@@ -16,7 +16,7 @@ from uspft.config.recipe import MemoryBlock
 from uspft.families import ModelShape, read_shape
 from uspft.layout import Layout
 from uspft.planner.expert_traffic import RoutedRows, RowSizes, exchanges
-from uspft.planner.products import expert_parameters
+from uspft.planner.products import inner_matrices
 from uspft.sequence import Traffic
 
 MODELS = ("Qwen/Qwen3-30B-A3B", "mistralai/Mixtral-8x7B-v0.1", "openai/gpt-oss-20b")
@@ -93,6 +93,11 @@ def point(model: str, tokens: int, degree: int) -> Point:
         said.activation_bytes,
         ELEMENT * matrices // degree,
     )
+
+
+def expert_parameters(shape: ModelShape) -> int:
+    """Return the number of parameters of one layer's experts."""
+    return sum(one.parameters for one in inner_matrices(shape, experts=True))
 
 
 def cost(rows: RoutedRows, sizes: RowSizes, ranks: int, forwards: int = 1) -> Traffic:

@@ -250,11 +250,6 @@ def head_projection(shape: ModelShape) -> ProductShape:
     return ProductShape(shape.hidden_size, shape.vocab_size, "outputs")
 
 
-def expert_parameters(shape: ModelShape) -> int:
-    """Return the number of parameters of one layer's experts."""
-    return sum(one.parameters for one in inner_matrices(shape, experts=True))
-
-
 def met_parameters(shape: ModelShape) -> int:
     """Return the number of parameters that a token is multiplied by, as MFU counts them.
 

@@ -7,7 +7,15 @@ from typing import Any
 
 import pytest
 
-from benchmarks.experts.counted import DEGREES, ZERO_BYTES, Point, crossing, formula, token_cost
+from benchmarks.experts.counted import (
+    DEGREES,
+    ZERO_BYTES,
+    Point,
+    crossing,
+    expert_parameters,
+    formula,
+    token_cost,
+)
 from benchmarks.experts.figures import (
     bytes_table,
     crossing_table,
@@ -19,7 +27,6 @@ from benchmarks.experts.figures import (
 from benchmarks.experts.measured import HostsCase
 from benchmarks.lab.results import RESULTS, read
 from tests.support.shapes import hub
-from uspft.planner.products import expert_parameters
 
 MODEL = "Qwen/Qwen3-30B-A3B"
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.experts.counted import expert_parameters
 from tests.support.models import BESIDE_MLP
 from tests.support.shapes import (
     GEMMA4,
@@ -21,7 +22,6 @@ from tests.support.shapes import (
 from uspft.families import Blocks, expert_layers
 from uspft.planner.products import (
     block_projections,
-    expert_parameters,
     head_projection,
     met_parameters,
 )

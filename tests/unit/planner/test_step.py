@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.experts.counted import crossover_tokens, token_cost
+from benchmarks.experts.counted import crossover_tokens, expert_parameters, token_cost
 from tests.support.algorithms import named
 from tests.support.hardware import H100, made
 from tests.support.shapes import hub, windowed
@@ -18,7 +18,6 @@ from tests.support.steps import changed, mesh_time, step_of
 from uspft.families import ModelShape
 from uspft.layout import Layout
 from uspft.planner.machine import Hardware, read_hardware
-from uspft.planner.products import expert_parameters
 from uspft.planner.step import model_flops, step_time
 from uspft.planner.step_shape import PlacedStep, StepShape, StepTime
 from uspft.planner.trained import Trains, counts_of
