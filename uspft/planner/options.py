@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from uspft.config.algorithms import WHOLE, AlgorithmRow, row_of
+from uspft.config.algorithms import AUTO, WHOLE, AlgorithmRow, row_of
 from uspft.config.deepspeed_fields import ELEMENTS, elements
 from uspft.config.inputs import ELEMENT_BYTES
 from uspft.config.strategies import strategies_of
@@ -72,6 +72,8 @@ class Options:
     recompute: str = "nothing"
     at_once: int | None = None
     """How many query heads of a KV head attention computes at once; None for all heads."""
+    open_heads: bool = False
+    """Whether attention computes fewer heads at once where all of them do not fit."""
     offload_activations: bool = False
     loss_tile: int | None = 1024
     """Tokens per tile of the loss; None for all at once."""
@@ -168,6 +170,7 @@ def options_of(recipe: Recipe, layout: Layout) -> Options:
         first_layers=None if isinstance(again, bool) else again,
         recompute="nothing" if memory.recompute == "auto" else memory.recompute,
         at_once=memory.heads_at_once,
+        open_heads=on_gpu and memory.attention_heads == AUTO,
         offload_activations=memory.offload_activations == "cpu",
         loss_tile=number(memory.loss_tile_tokens),
         mlp_tile=number(memory.mlp_tile_tokens),

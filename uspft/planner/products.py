@@ -18,6 +18,7 @@ from uspft.families.projections import (
     STATE_OWN,
     STATE_VALUE,
 )
+from uspft.layout import Layout
 from uspft.planner.layer_kinds import SHARED_EXPERT, SHARED_EXPERTS, SHARED_GATE, Norms, layer_kind
 
 SplitSide = Literal["inputs", "outputs", "none"]
@@ -297,3 +298,9 @@ def gathered_elements(model: ModelShape, tensor: int) -> float:
         return 0.0
     sharing = tensor / model.kv_heads
     return 2 * model.head_dim * (sharing - 1) / sharing
+
+
+def has_groups(shape: ModelShape, layout: Layout) -> bool:
+    """Return whether `auto` may run a model's attention in groups of heads under a layout."""
+    alike = not shape.seeing_all and not layout.is_mesh
+    return alike and not gathered_elements(shape, layout.mesh_columns)

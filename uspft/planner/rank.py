@@ -31,8 +31,9 @@ from uspft.planner.memory.formula import (
 )
 from uspft.planner.mesh import slices_on
 from uspft.planner.options import Options
+from uspft.planner.products import has_groups
 from uspft.planner.stages import estimated, simulated
-from uspft.planner.step_shape import DrawnRows, Memo, PlacedStep, StepShape, StepTime
+from uspft.planner.step_shape import ROUNDING, DrawnRows, Memo, PlacedStep, StepShape, StepTime
 from uspft.planner.ways import Space, Way, WhyNot, legal_for, ways
 from uspft.segments import Segments
 
@@ -53,8 +54,8 @@ class Ranked:
     """A way with the predicted seconds and memory of a step."""
 
     way: Way
-    step: StepShape
-    """The step as it runs in this way."""
+    given: StepShape
+    """The step in this way, with all heads of attention at once if that is open."""
     hardware: Hardware = field(repr=False, compare=False)
     memo: Memo = field(repr=False, compare=False)
     """What ways of one step on one machine have alike."""
@@ -66,6 +67,20 @@ class Ranked:
     """Whether a pipeline's waits are simulated action by action, not estimated."""
 
     @cached_property
+    def step(self) -> StepShape:
+        """The step as it runs: with the most heads at once that fit, if that is open, since they
+        send least."""
+        given, card = self.given, self.card
+        model, length, options = given.model, given.row.length, given.options
+        if not (options.open_heads and card and has_groups(model, self.layout)):
+            return given
+        every = [given.under(at_once=n) for n in range(model.heads // model.kv_heads, 0, -1)]
+        if options.recompute == "exchange" or self.hopeless:
+            return given if options.recompute == "exchange" else every[-1]
+        fitting = (o for o in (given, *every) if fits(self._memory(length, o.options), card))
+        return next(fitting, every[-1])
+
+    @cached_property
     def time(self) -> StepTime:
         """The predicted time of a step; computed at first use."""
         waits_of = simulated if self.closely else estimated
@@ -74,14 +89,19 @@ class Ranked:
     @cached_property
     def least_seconds(self) -> float:
         """A lower bound on the seconds of a step, which is faster to compute."""
-        if self.layout.pipeline == 1 or self.closely:
-            return self.seconds
-        return price.least_seconds(self.placed)
+        if self.layout.pipeline > 1 and not self.closely:
+            return price.least_seconds(self._placed(self.given))
+        if self.given.options.open_heads:
+            return price.step_time(self._placed(self.given)).seconds * (1 - ROUNDING)
+        return self.seconds
 
     @cached_property
     def placed(self) -> PlacedStep:
         """The step in its layout on the hardware."""
-        return self.way.placed(self.step, self.hardware, self.memo)
+        return self._placed(self.step)
+
+    def _placed(self, step: StepShape) -> PlacedStep:
+        return self.way.placed(step, self.hardware, self.memo)
 
     @cached_property
     def card(self) -> float | None:
@@ -114,7 +134,7 @@ class Ranked:
         GPU's."""
         if self.card is None:
             return False
-        step = self.step
+        step = self.given
         least = least_bytes(step.model, self.layout, step.row.length, step.options, self.memo)
         return least > USABLE_SHARE * self.card
 
@@ -129,7 +149,7 @@ class Ranked:
         return longest_of(lambda row: self._memory(row, options).peak_bytes, self.layout, self.card)
 
     def _memory(self, row_tokens: int, options: Options) -> Memory:
-        return memory_of(self.step.model, self.layout, row_tokens, options=options, memo=self.memo)
+        return memory_of(self.given.model, self.layout, row_tokens, options=options, memo=self.memo)
 
     @property
     def layout(self) -> Layout:

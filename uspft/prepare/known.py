@@ -18,7 +18,7 @@ from uspft.layout import Layout
 from uspft.model.tile_sizes import mlp_tile_tokens, tile_tokens
 from uspft.planner.machine import Hardware, device_of, read_hardware
 from uspft.planner.options import RECOMPUTES, Options, options_of
-from uspft.planner.products import gathered_elements, inner_matrices
+from uspft.planner.products import has_groups, inner_matrices
 from uspft.planner.step_shape import StepShape
 from uspft.prepare.host import CONFIGS
 from uspft.segments import Segments
@@ -169,9 +169,3 @@ def saving_most(asked: MemoryBlock, shape: ModelShape, layout: Layout, options: 
     if grouped and has_groups(shape, layout):
         options = replace(options, at_once=1)
     return options
-
-
-def has_groups(shape: ModelShape, layout: Layout) -> bool:
-    """Return whether `auto` may run a model's attention in groups of heads under a layout."""
-    alike = not shape.seeing_all and not layout.is_mesh
-    return alike and not gathered_elements(shape, layout.mesh_columns)

@@ -102,6 +102,8 @@ def ranking_of(found: Examined, step: StepShape, among: WhyNot = lambda _: None)
     opened = open_keys(asked)
     if SLICES in opened:  # each mesh has its own best slices
         step = step.under(slices=None)
+    if asked.memory.attention_heads == AUTO:  # as many at once as fit, in each layout
+        step = step.under(open_heads=recipe.launch.device == "cuda", at_once=None)
     wrong = wrong_in(recipe, step.model, opened)
 
     def why_not(way: Way) -> str | None:

@@ -26,20 +26,18 @@ from uspft.config.recipe import Strategy
 from uspft.config.strategies import degrees_of, strategies_of, under, weights_move
 from uspft.config.types import Open
 from uspft.engine.deepspeed_config import micro_batches
-from uspft.families import ModelShape, with_factor
+from uspft.families import with_factor
 from uspft.layout import Layout, layout_of
 from uspft.pipeline.schedules import Schedule
 from uspft.pipeline.stages import Stages
-from uspft.planner.machine import Hardware
-from uspft.planner.memory.formula import fits, memory_of
-from uspft.planner.options import options_of, slices_of
-from uspft.planner.rank import RECOMPUTE
+from uspft.planner.options import slices_of
+from uspft.planner.rank import RECOMPUTE, ranked
 from uspft.planner.step import dealt_stages
 from uspft.planner.step_shape import DrawnRows, Memo
+from uspft.planner.ways import way_of
 from uspft.prepare.known import (
     Known,
     Weighed,
-    has_groups,
     recomputes_of,
     settled_memory,
     step_shape,
@@ -220,35 +218,15 @@ def _head_groups(recipe: Recipe, known: Known) -> Recipe:
     layout, block = _layout(recipe, known), recipe.memory
     chosen = not (block.recompute == AUTO and block.gradient_checkpointing)  # by the planner
     if block.attention_heads == AUTO and chosen and known.shape and known.cluster and layout:
-        found = fitting_heads(recipe, known.shape, layout, known.cluster.hardware)
-        return recipe.changed(memory={"attention_heads": found})
+        step, way = step_shape(recipe, known.shape), way_of(recipe, layout)
+        at_once = ranked(step, way, known.cluster.hardware).step.options.at_once
+        return recipe.changed(memory={"attention_heads": at_once or "all"})
     return recipe
 
 
 def _stages(recipe: Recipe, known: Known) -> Recipe:
     layout = _layout(recipe, known)
     return with_stages(recipe, layout, known) if layout else recipe
-
-
-def fitting_heads(
-    recipe: Recipe, shape: ModelShape, layout: Layout, hardware: Hardware
-) -> int | str:
-    """Return the value of `memory.attention_heads: auto`: the one that sends least and fits.
-
-    All heads at once send least, then all query heads of a KV head; fewer send more. On a CPU, or
-    if attention cannot run in groups of heads, it is all.
-    """
-    options = options_of(recipe, layout)
-    able = bool(hardware.device) and has_groups(shape, layout)
-    if not able or recipe.memory.recompute == "exchange":
-        return "all"
-    at_once: int | None = None
-    for at_once in (None, *range(shape.heads // shape.kv_heads, 0, -1)):
-        groups = replace(options, at_once=at_once)
-        predicted = memory_of(shape, layout, recipe.data.sequence_length, options=groups)
-        if fits(predicted, hardware.memory.bytes):
-            break
-    return at_once or "all"
 
 
 def with_stages(recipe: Recipe, layout: Layout, known: Known) -> Recipe:

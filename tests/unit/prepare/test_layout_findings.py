@@ -19,9 +19,11 @@ from uspft.layout import Layout
 from uspft.pipeline.stages import stages_of
 from uspft.planner.memory.formula import USABLE_SHARE, memory_of
 from uspft.planner.options import options_of
+from uspft.planner.rank import ranked
+from uspft.planner.ways import way_of
 from uspft.prepare.examine import Examined, examine
+from uspft.prepare.known import step_shape
 from uspft.prepare.layout_findings import group_findings, run_findings, tile_findings
-from uspft.prepare.resolve import fitting_heads
 from uspft.segments import Segments
 
 MODEL = {**TINY, "model_type": "llama", "num_hidden_layers": 9}
@@ -565,7 +567,8 @@ def test_auto_is_the_least_on_the_wire_that_fits() -> None:
 
     def found(card: float, device: str = "H100") -> object:
         hardware: Any = SimpleNamespace(device=device, memory=SimpleNamespace(bytes=card))
-        return fitting_heads(recipe, shape, layout, hardware)
+        step, way = step_shape(recipe, shape).under(open_heads=True), way_of(recipe, layout)
+        return ranked(step, way, hardware).step.options.at_once or "all"
 
     for at, need in needs.items():
         assert found(need / USABLE_SHARE + 1) == (at or "all")

@@ -300,6 +300,9 @@ BESIDE["parallel_config.tensor_slices"] = [
 ]
 
 
+LENGTH, LONG = "data.sequence_length", 346 << 12
+
+
 def price_of(folder: Path, key: str, value: Any) -> float | None:
     """The price of a recipe in which a key is written; None where it is refused."""
     words = [*FIXED, *BESIDE.get(key, ()), f"{key}={value}"]
@@ -364,6 +367,30 @@ def test_plan_prices_a_mesh_in_the_slices_that_a_recipe_of_that_mesh_has(tmp_pat
         for order in orders:
             found_here = {one.name: (one.step.options.slices, one.seconds) for one in order.layouts}
             assert own.items() <= found_here.items()
+
+
+def test_plan_prices_a_layout_in_the_groups_of_heads_that_its_recipe_has(tmp_path: Path) -> None:
+    """Where they are `auto`, each layout has the most heads at once that fit, and is no faster."""
+    words = ["memory.attention_heads=auto", "memory.recompute=attention", f"{LENGTH}={LONG}"]
+    words.append("parallel_config.use_seq_parallel=false")
+    words.append("model.overrides={num_hidden_layers: 2, max_position_embeddings: 16777216}")
+    each = {}
+    for algorithm in ("ulysses_cp", "ring_cp"):
+        own = f"parallel_config.context_parallel_algo={algorithm}"
+        found = SMALL.examined(tmp_path, *words, own)
+        order, run = ranking_of(found, step_of(found)), found.recipe.memory.attention_heads
+        assert order.own and (order.own.step.options.at_once or "all") == run
+        each[order.own.name] = run, order.own.seconds, order.own.room, order
+        whole = SMALL.examined(tmp_path, *words, own, "memory.attention_heads=all")
+        alone = ranked(step_of(whole), own_way(whole), hardware_of(whole))
+        assert alone.room is (run == "all") and order.own.room
+        assert (alone.seconds < order.own.seconds) == (run != "all")
+    assert len({run for run, *_ in each.values()}) == 2
+    for *_, order in each.values():
+        here = {one.name: one for one in order.layouts}
+        for name, (run, seconds, room, _) in each.items():
+            assert (here[name].step.options.at_once or "all") == run
+            assert here[name].seconds == pytest.approx(seconds) and here[name].room == room
 
 
 def test_a_mesh_that_another_key_forbids_is_refused_by_that_key(tmp_path: Path) -> None:
