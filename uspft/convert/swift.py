@@ -40,6 +40,7 @@ def convert_swift(run: Conversion, ranks: int | None) -> int:
     if not run.written("torch_dtype"):
         trainer.precision(run, default="bfloat16")
     _model(run)
+    trainer.routers(run, "router_aux_loss_coef", "model", 0.0)
     _adapter(run, tuner, full=full)
     _rows(run)
     _data(run)
@@ -143,6 +144,8 @@ def _rows(run: Conversion) -> None:
         run.put("data.shuffle", all(run.flag(k, default=True) for k in shuffles), *shuffles)
     run.put("data.on_bad_sample", "error" if run.flag("strict") else "skip", "strict")
     trainer.chat_template(run, run.written("template"), None)
+    if run.flag("use_chat_template", default=True):
+        run.changed("template", trainer.BEHIND)
 
 
 def _data(run: Conversion) -> None:

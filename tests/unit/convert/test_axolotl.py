@@ -136,6 +136,20 @@ def test_blocks_that_are_null_change_nothing(tmp_path: Path) -> None:
         assert at(other, "deepspeed.zero_optimization.stage") == 3
 
 
+CHATS = [{"path": "org/talks", "type": "chat_template"}]
+TOLD: dict[str, tuple[dict[str, Any], str]] = {
+    "the end of an answer": ({"datasets": CHATS}, "there only if it is the EOS"),
+    "what stands around turns": ({"train_on_inputs": True}, "which does not train there"),
+}
+
+
+@pytest.mark.parametrize("name", TOLD)
+def test_what_trains_otherwise_there_is_told(name: str, tmp_path: Path) -> None:
+    keys, what = TOLD[name]
+    outcome, _ = converted(tmp_path, {**BASE, **keys}, tool="axolotl")
+    assert sum(what in str(remark) for remark in outcome.remarks) == 1, outcome.lines()
+
+
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "prompts of another form": (
         {"datasets": [{"path": "a", "type": "alpaca_w_system.load"}]},
