@@ -168,8 +168,19 @@ def _rows(run: Conversion) -> None:
     say = "of chats with what the template writes around turns, which does not train there"
     trained = "all" if inputs else "assistant"
     run.put("data.train_on", trained, "train_on_inputs", say=say if inputs else "")
-    run.switch("curriculum_sampling", "data.shuffle", False)
+    _order(run)
     trainer.chat_template(run, run.written("chat_template"), run.written("chat_template_jinja"))
+
+
+def _order(run: Conversion) -> None:
+    """Convert the order of the samples: the sampler draws one unless curriculum_sampling forbids
+    it, and merged sets are shuffled beside it."""
+    sampled, merged = "curriculum_sampling", "shuffle_merged_datasets"
+    several = len(run.theirs.items("datasets")) > 1
+    if run.flag(sampled) and not (several and run.flag(merged, default=True)):
+        run.put("data.shuffle", False, sampled, merged)
+    else:
+        run.told("an order is drawn from seed, here anew each epoch", sampled, merged)
 
 
 def _data(run: Conversion) -> None:

@@ -18,6 +18,18 @@ BASE: dict[str, Any] = {
     "learning_rate": 1e-4,
 }
 MEANING: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "in the file's order": ({"curriculum_sampling": True}, {"data.shuffle": False}),
+    "an order that the sampler draws": (
+        {"shuffle_merged_datasets": False},
+        {"data.shuffle": None},
+    ),
+    "several sets, shuffled together": (
+        {
+            "curriculum_sampling": True,
+            "datasets": [{"path": f"org/{name}", "type": "completion"} for name in "ab"],
+        },
+        {"data.shuffle": None},
+    ),
     "one step of warm-up is two": ({"warmup_steps": 1}, {"lr_schedule.warmup_steps": 2}),
     "a warm-up is rounded down": (
         {"warmup_ratio": 0.099, "max_steps": 50},

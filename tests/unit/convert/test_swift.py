@@ -85,6 +85,8 @@ def test_an_argument_means_here_what_it_means_there(name: str, tmp_path: Path) -
 
 TOLD: dict[str, tuple[dict[str, Any], str]] = {
     "a line break behind answers": ({}, "trains there and not here"),
+    "halves behind float32": ({"torch_dtype": "float32"}, "in float16 there unless fp16 is false"),
+    "weights in bfloat16": ({"torch_dtype": "bfloat16"}, "updates are float32 here"),
     "the routers' loss": ({"router_aux_loss_coef": 0.02}, "over each device's batches there"),
 }
 
