@@ -547,9 +547,11 @@ def _config_of_experts(run: Conversion, model: str) -> Mapping[str, Any] | None:
     """Return the config of a model whose routers can have a loss; empty for any other model, None
     where the config is not on this machine."""
     name = run.given.get("model.name_or_path", run.value(model))
-    place = run.theirs.place(str(name)) if name else None
-    block = ModelBlock(name_or_path=str(place or name))
-    shape = read_shape(block, Path(__file__).parents[2] / "configs") if name else None
+    place = str(run.theirs.place(str(name)) or name)
+    try:
+        shape = read_shape(ModelBlock(name_or_path=place), Path(__file__).parents[2] / "configs")
+    except ValueError:  # no name
+        return None
     if not isinstance(shape, ModelShape):
         return None
     family = FAMILIES[shape.model_type]
