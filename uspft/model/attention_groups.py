@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -44,11 +45,7 @@ class HeadTurn:
     @property
     def parts(self) -> tuple[HeadRange, ...]:
         """For each Ulysses rank, the range of its query heads among those of the turn."""
-        found, at = [], 0
-        for a, b in self.queries:
-            found.append((at, at + b - a))
-            at += b - a
-        return tuple(found)
+        return tuple(pairwise(accumulate((b - a for a, b in self.queries), initial=0)))
 
     @property
     def first(self) -> bool:

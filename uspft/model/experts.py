@@ -306,12 +306,11 @@ class Dispatch(NamedTuple):
         Nothing is saved through autograd's hooks: activation checkpointing stops its recomputation
         before this point.
         """
-        found: Tensor = with_backward(
+        return with_backward(
             lambda y_rd: self.summed(self.moved_back(y_rd), tokens),
             lambda dy_td: self.moved(dy_td[self.token_s]),
             y_rd,
         )
-        return found
 
     def summed(self, x_sd: Tensor, tokens: int) -> Tensor:
         """Return the sum of each token's rows, computed in at least float32, in the rows' dtype."""

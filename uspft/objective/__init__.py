@@ -125,10 +125,7 @@ def document_sums(values: Tensor, batch: Batch) -> Tensor:
     here = values.new_zeros(len(share.documents))
     here = here.index_add(0, places.index_select(0, batch.chosen), values)
     group = batch.world.mesh.context
-    found: Tensor = with_backward(
-        lambda x: sum_over(x.clone(), group, "objective"), _unchanged, here
-    )
-    return found
+    return with_backward(lambda x: sum_over(x.clone(), group, "objective"), _unchanged, here)
 
 
 def once(whole: Tensor, batch: Batch) -> Tensor:
@@ -138,10 +135,7 @@ def once(whole: Tensor, batch: Batch) -> Tensor:
     one.
     """
     here = batch.world.mesh.context.index == 0
-    found: Tensor = with_backward(
-        lambda x: x.clone() if here else torch.zeros_like(x), lambda dx: dx, whole
-    )
-    return found
+    return with_backward(lambda x: x.clone() if here else torch.zeros_like(x), lambda dx: dx, whole)
 
 
 def _unchanged(gradient: Tensor) -> Tensor:

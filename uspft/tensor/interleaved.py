@@ -128,14 +128,12 @@ class Crossing:
     def begin(self, x: Tensor, copy: int) -> Tensor:
         """Start the transfer of a copy x, and return a tensor that represents it in the graph."""
         begin, end = partial(self._begun, copy), partial(self.finish, copy)
-        found: Tensor = with_backward(begin, lambda _: end(backward=True), x)
-        return found
+        return with_backward(begin, lambda _: end(backward=True), x)
 
     def awaited(self, begun: Tensor, copy: int) -> Tensor:
         """Wait for the transfer and return its result. begun: the result of `begin`."""
         begin, end = partial(self._begun, copy, backward=True), partial(self.finish, copy)
-        found: Tensor = with_backward(lambda _: end(backward=False), begin, begun)
-        return found
+        return with_backward(lambda _: end(backward=False), begin, begun)
 
     def _begun(self, copy: int, x: Tensor, *, backward: bool = False) -> Tensor:
         self.start(x.detach(), copy, backward=backward)
