@@ -73,11 +73,9 @@ class Head(nn.Module):
 
     weight: Tensor
 
-    def __init__(self, projection: Any, tile: int | None, logits: Logits = PLAIN) -> None:
-        """projection: has the weight; no family's has a bias."""
+    def __init__(self, weight: Tensor, tile: int | None, logits: Logits = PLAIN) -> None:
         super().__init__()
-        assert projection.bias is None
-        self.weight, self.tile, self.logits = projection.weight, tile, logits
+        self.weight, self.tile, self.logits = weight, tile, logits
 
     def forward(
         self,
@@ -100,7 +98,8 @@ class Head(nn.Module):
         the gradient of hidden is then partial, to be summed over these ranks. whole: returns the
         weight with all its features, if this rank stores some of them.
         """
-        rows, weight = hidden.index_select(0, chosen), self.weight
+        rows = hidden.index_select(0, chosen)
+        weight = self.weight
         if not torch.is_grad_enabled():  # which ctx.needs_input_grad does not know
             weight = weight.detach()
         if whole:
@@ -183,7 +182,12 @@ class _TiledCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, weight: Tensor, labels: Tensor, how: How, scale: float
+        ctx: Any,
+        rows: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        how: How,
+        scale: float,
     ) -> Tensor:
         loss = torch.zeros((), dtype=wide(rows), device=rows.device)
         grads = Gradients(rows, weight, ctx, how) if any(ctx.needs_input_grad[:2]) else None
@@ -213,7 +217,13 @@ class _TokenCrossEntropy(torch.autograd.Function):
     tokens' factors are known."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, weight: Tensor, labels: Tensor, how: How) -> Tensor:
+    def forward(
+        ctx: Any,
+        rows: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        how: How,
+    ) -> Tensor:
         log_totals = torch.empty(len(rows), dtype=wide(rows), device=rows.device)
         losses = torch.empty_like(log_totals)
         for span in how.spans(rows):
@@ -260,11 +270,11 @@ class Gradients:
     """
 
     def __init__(self, rows: Tensor, weight: Tensor, ctx: Any, how: How) -> None:
-        """ctx: the context of an autograd function whose first inputs are rows and weight."""
-        of_rows, of_weight, *_ = ctx.needs_input_grad
+        """rows, weight: the first inputs of an autograd function. ctx: its context."""
+        needed = ctx.needs_input_grad
         self._rows, self._weight, self._how = rows, weight, how
-        self._d_rows = torch.empty_like(rows) if of_rows else None
-        self._d_weight = torch.zeros_like(weight, dtype=wide(rows)) if of_weight else None
+        self._d_rows = torch.empty_like(rows) if needed[0] else None
+        self._d_weight = torch.zeros_like(weight, dtype=wide(rows)) if needed[1] else None
 
     def add(self, span: slice, slope: Tensor, bend: Tensor | float) -> None:
         """Add the gradients of one tile.
@@ -274,13 +284,13 @@ class Gradients:
         """
         if self._how.form != PLAIN:
             slope.mul_(bend)
-        slope, used = slope.to(self._rows.dtype), self._how.used
+        slope, part, used = slope.to(self._rows.dtype), self._rows[span], self._how.used
         if self._d_rows is not None:
             self._d_rows[span] = slope @ used(self._weight)
         if self._d_weight is not None:
-            _add_product(used(self._d_weight), slope.t(), self._rows[span])
+            _add_product(used(self._d_weight), slope.t(), part)
 
     def result(self) -> tuple[Tensor | None, ...]:
         kind = self._weight.dtype
-        found = self._d_rows, self._d_weight
+        found = (self._d_rows, self._d_weight)
         return tuple(gradient if gradient is None else gradient.to(kind) for gradient in found)
