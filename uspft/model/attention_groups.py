@@ -315,7 +315,7 @@ class GatheredCall(AttentionCall):
 
     @contextmanager
     def _told(self, of_tile: Any) -> Iterator[None]:
-        with self.bound.in_tiles(), of_tile:
+        with self.block.again_with(self.bound), self.bound.in_tiles(), of_tile:
             yield
 
     def measure(self, x: Tensor) -> None:
