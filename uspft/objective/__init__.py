@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from uspft.comm import sum_over, with_backward
 from uspft.config.algorithms import OBJECTIVES
+from uspft.kernels.varlen import put
 
 if TYPE_CHECKING:
     from uspft.batch import Batch
@@ -121,7 +122,7 @@ def document_sums(values: Tensor, batch: Batch) -> Tensor:
     those ranks. The gradient is that of this rank's own values.
     """
     share = batch.share
-    places = torch.from_numpy(share.document_of).to(values.device, non_blocking=True)
+    places = put(torch.from_numpy(share.document_of), values.device)
     here = values.new_zeros(len(share.documents))
     here = here.index_add(0, places.index_select(0, batch.chosen), values)
     group = batch.world.mesh.context

@@ -59,7 +59,7 @@ class StateExchange:
         (a, b), (c, d) = self._heads.query[self._member], self._heads.kv[self._member]
         if b > a and b - a != (d - c) * self._per_key:
             each = [head // self._per_key - c for head in range(a, b)]
-            keys = torch.tensor(each, device=x.v.device)
+            keys = put(torch.tensor(each), x.v.device)
             q, k = (part.index_select(1, keys) for part in inside[:2])
             inside = inside._replace(q=q, k=k)
         return inside

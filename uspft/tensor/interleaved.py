@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from uspft.comm import (
@@ -194,7 +195,7 @@ def _sum_parts(x_Td: Tensor, group: Group, expected: Expected | None) -> Waited:
 
 
 def _sum(x: Tensor, group: Group, _: Expected | None) -> Waited:
-    return start_sum_over(x.contiguous().clone(), group, KIND)
+    return start_sum_over(x.clone(memory_format=torch.contiguous_format), group, KIND)
 
 
 _GATHER, _SUM_PARTS = Passage(_gather, expect_gather), Passage(_sum_parts, expect_parts)

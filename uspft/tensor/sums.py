@@ -57,7 +57,7 @@ def own_tokens_of_sum(x_Td: Tensor, group: Group, *, summed: bool = True) -> Ten
 
 
 def _summed(group: Group, x: Tensor) -> Tensor:
-    return sum_over(x.contiguous().clone(), group, KIND)
+    return sum_over(x.clone(memory_format=torch.contiguous_format), group, KIND)
 
 
 def _gathered(group: Group, tokens: int, x_td: Tensor) -> Tensor:
