@@ -152,8 +152,9 @@ def computed(
     """
     count = module.num_experts
     if every:
-        rows, slots = (torch.arange(n, device=index_rk.device) for n in index_rk.shape)
-        row_p, slot_p = rows.repeat_interleave(len(slots)), slots.repeat(len(rows))
+        (rows, slots), where = index_rk.shape, index_rk.device
+        row_p = torch.arange(rows, device=where).repeat_interleave(slots)
+        slot_p = torch.arange(slots, device=where).repeat(rows)
     else:
         row_p, slot_p = ((index_rk >= 0) & (index_rk < count)).nonzero(as_tuple=True)
     expert_p, order = index_rk[row_p, slot_p].sort(stable=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -42,12 +43,15 @@ def both(module: Any, other: Any, form: Any) -> tuple[list[torch.Tensor], list[t
     scores, slope = torch.rand(TOKENS, 2, dtype=torch.float64), torch.randn_like(x)
     parts = ExpertParts({}, Call(None))
     results = []
-    for of, run in ((module, form), (other, lambda *given: computed(other, parts, *given))):
+    ours = partial(computed, other, parts)
+    for of, run in ((module, form), (other, ours), (other, partial(ours, every=True))):
         given = x.clone().requires_grad_(), scores.clone().requires_grad_()
         out = run(given[0], index, given[1])
         trained = [p for p in of.parameters() if p.requires_grad]
         results.append([out, *torch.autograd.grad(out, [*given, *trained], slope)])
-    return results[0], results[1]
+    theirs, found, counted = results
+    assert all(map(torch.equal, found, counted))
+    return theirs, found
 
 
 @pytest.mark.parametrize("kind", ["mixtral", "gpt_oss", "qwen2_moe", "granitemoe"])
