@@ -114,8 +114,7 @@ def layer_bytes(
         return LayerBytes(kept, most, kept, lets_go=lets_go, lent=lent - before, moved=tape.moved)
     with tape.first_run():
         out = layer(hidden[0])
-    trains = out.node is not None
-    del out
+    out.storage, trains = None, out.node is not None
     tape.most += beside
     if isinstance(layer, LayerInGroups):
         layer.groups.waits()
@@ -123,7 +122,7 @@ def layer_bytes(
     if trains:
         # The input that came back from the host is freed with the second run.
         then, others = hidden.clear if sizes.offloads else lambda: None, tape.new(later.others)
-        tape.second_run(lambda: [layer(hidden[0]), *received()], then)
+        tape.second_run([out, *received()], lambda: layer(hidden[0]), then)
         del others
     held = sum({id(one): one.size for one in tape.stays}.values())
     held += sizes.pair_bytes * sizes.lends

@@ -54,7 +54,7 @@ class StateLayer(Layer):
         tape, of = self.tape, self._heads
         gate = gate or self.project(x, f"{STATE_LAYER}.g_proj")
         number, wide = float(of.tokens * of.sizes.values), of.bytes(of.values, WIDE)
-        trains = self._trains(f"{STATE_LAYER}.{of.norm}")
+        trains = self._any_trains(f"{STATE_LAYER}.norm", f"{STATE_LAYER}.o_norm")
         normed = tape.rms_norm(out, wide, number, NormKind(), trains=trains)
         act = tape.bent(gate if gate.size == wide else tape.remade(gate, wide))
         made = tape.multiplied(normed, act, wide)
@@ -66,12 +66,13 @@ class StateLayer(Layer):
     ) -> tuple[list[Tensor], Tensor | None, list[Tensor]]:
         """Return the rule's inputs, the output's gate if it is computed before, and what the
         model's forward references until it is done."""
-        tape, of = self.tape, self._heads
+        tape, of, into = self.tape, self._heads, self.sizes.into(STATE_LAYER)
         held: list[Tensor] = []
         gate: Tensor | None = None
-        if of.separate:
+        separate = f"{STATE_LAYER}.q_proj" in into
+        if separate:
             every = tape.joined([self.project(x, f"{STATE_LAYER}.{one}_proj") for one in "qkv"])
-        elif of.grouped:
+        elif len(into) == 2:  # everything of a key head
             every, gate, replaced, kept = self._by_key_heads(x, held)
         else:
             every, gate, replaced, kept = (
@@ -80,7 +81,7 @@ class StateLayer(Layer):
         every = convolve(every) if convolve else every
         del held[2:]
         query, key, value = tape.parted(every, of.taken(of.sizes)[:3])
-        if of.separate:
+        if separate:
             replaced = tape.remade(tape.gated(self.project(x, f"{STATE_LAYER}.b_proj")))
             taken = [self._decay(self.project(x, f"{STATE_LAYER}.a_proj")), replaced]
         else:
@@ -93,7 +94,7 @@ class StateLayer(Layer):
         one projection has everything of a key head. held: receives what the forward references
         until its end, followed by what it references until the convolution is done."""
         tape, of = self.tape, self._heads
-        both, gates = (self.project(x, name) for name, _ in of.into)
+        both, gates = (self.project(x, name) for name in self.sizes.into(STATE_LAYER))
         queries, keys, values = of.taken(of.sizes)[:3]
         query, key, value, gate = tape.parted(both, [queries, keys, values, values])
         replaced, kept = tape.halves(gates)
