@@ -27,7 +27,7 @@ from uspft.planner.memory.states import (
     run_rule,
 )
 from uspft.planner.memory.tape import GradientStorages, Storage, Tensor
-from uspft.sequence.rows.heads import key_groups, key_ranges
+from uspft.sequence.rows.heads import key_groups, key_ranges, split_heads
 
 
 class GroupMemory(ABC):
@@ -260,13 +260,18 @@ class AttentionGroupMemory(GroupMemory):
         """Queries, keys and values of all heads, if they are computed at once."""
 
     def _turns(self) -> list[_Turn]:
-        how, found = self.sizes.sharing, []
-        at_once, ulysses = min(self.sizes.at_once or 1, how.heads // how.kv_heads), how.row.ulysses
-        for group in key_groups(how.heads, how.kv_heads, ulysses, at_once):
-            last = len(group.queries) - 1
-            for turn in range(last + 1):
-                queries = ulysses * max(group.widths(turn))
-                found.append(_Turn(queries, ulysses, turn == 0, turn == last))
+        """Return the turns of the Ulysses rank with most heads."""
+        how, found, ulysses = self.sizes.sharing, list[_Turn](), self.sizes.sharing.row.ulysses
+        heads = how.heads, how.kv_heads, ulysses
+        each = [b - a for a, b in split_heads(*heads).query]
+        widest = each.index(max(each))
+        for group in key_groups(*heads, min(self.sizes.at_once or 1, how.heads // how.kv_heads)):
+            widths = [b - a for a, b in (ranges[widest] for ranges in group.queries) if a < b]
+            ends = len(widths) - 1
+            found += [
+                _Turn(ulysses * width, ulysses, turn == 0, turn == ends)
+                for turn, width in enumerate(widths)
+            ]
         return found
 
     def _start(self, made: list[Storage]) -> list[list[Storage]]:
