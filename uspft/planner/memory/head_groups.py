@@ -53,8 +53,6 @@ class GroupMemory(ABC):
         """The first run's results that the second run does not recompute; until the backward."""
         self._away: list[float] = []
         """The sizes of those that are offloaded to the host during the first run."""
-        self.below: Storage | None = None
-        """The input of the layer below, once it is copied back from the host."""
 
     def __call__(self, x: Tensor, *, trains: bool) -> Tensor:
         """Return the block's output for x. trains: whether any of its weights trains."""
@@ -102,7 +100,7 @@ class GroupMemory(ABC):
         slopes = self._begin(saved)
         sums = self._summed(self._out + self._gates, self._last_gradients)
         found = self._gradients(saved, slopes)
-        if s.offloads and not s.first:
+        if s.offloads and not s.first:  # the input of the layer below, copied back from the host
             self.below = tape.new(s.between_bytes())
         # The queries' gradient lies in the output's memory until the input's is computed from it.
         dx = gates or (out if out.size == self._hidden else tape.new(self._hidden))

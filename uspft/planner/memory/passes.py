@@ -124,8 +124,7 @@ def layer_bytes(
         then, others = hidden.clear if sizes.offloads else lambda: None, tape.new(later.others)
         tape.second_run([out, *received()], lambda: layer(hidden[0]), then)
         del others
-    held = sum({id(one): one.size for one in tape.stays}.values())
-    held += sizes.pair_bytes * sizes.lends
+    held = sum(one.size for one in tape.stays) + sizes.pair_bytes * sizes.lends
     kept, held = (kept, held) if trains else (0.0, 0.0)
     return LayerBytes(kept, tape.most, held, moved=tape.moved)
 

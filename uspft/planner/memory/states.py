@@ -27,16 +27,12 @@ class StateLayer(Layer):
 
         x: the layer's input. out: the delta rule's output.
         """
-        _, gate, *held = self._before_rule(x)
-        found = self._by_gate(x, out, gate)
-        del held
-        return found
+        every = self._before_rule(x)
+        return self._by_gate(x, out, every[1])
 
     def before(self, x: Tensor) -> list[Tensor]:
         """Return the inputs of the convolution, and both gates."""
-        found, *held = self._before_rule(x)
-        del held
-        return found
+        return self._before_rule(x)[0]
 
     def _attended(self, x: Tensor) -> Tensor:
         tape, of = self.tape, self._heads
@@ -239,7 +235,5 @@ def _over_heads(
     """
     if of.ulysses == 1:
         return inner(parts)
-    inside = inside_heads(tape, parts, of)
-    made = inner(inside)
-    del inside
+    made = inner(inside_heads(tape, parts, of))
     return at_home(tape, made, of.bytes(of.values), of)

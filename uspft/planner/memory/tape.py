@@ -107,9 +107,10 @@ class Tape:
         finally:
             self._alike = before
 
-    def hold(self, *storages: Storage) -> None:
-        """Keep alive storages that autograd functions have as attributes, even in a first run."""
-        self.stays += [] if self.keeps else storages
+    def hold(self, storage: Storage) -> None:
+        """Keep alive a storage that autograd functions have as an attribute, even in a first
+        run."""
+        self.stays += [] if self.keeps else [storage]
 
     def leaf(self, size: float, storage: Storage | None = None) -> Tensor:
         """Return a leaf whose gradient is stored. storage: None: a new one."""
