@@ -78,13 +78,12 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     },
     "whole": {},
     "megatron": {"model_parallel": 2, "use_seq_parallel": True},
-    "experts": {"model_parallel": 2, "use_seq_parallel": True},
     "meshslice": {"model_parallel": 2, "tensor_parallel_algo": "meshslice"},
 }
 DEPTHS = (1, 3)
 
 
-SOME = ("ring", "planned", "experts", "meshslice")
+SOME = ("ring", "planned", "megatron", "meshslice")
 CARELESS = "careless"
 """A ring whose attention looks at a value in each layer."""
 
@@ -111,8 +110,7 @@ def waits(
 
 
 def _waits_of(folder: Path, data: Documents, name: str, depth: int) -> Counter[str]:
-    model = folder / ("experts" if name == "experts" else "model")
-    random = {"name_or_path": None, "config": str(model)}
+    random = {"name_or_path": None, "config": str(folder / "model")}
     recipe = small_recipe(
         folder,
         data.path,
@@ -134,7 +132,6 @@ def _waits_of(folder: Path, data: Documents, name: str, depth: int) -> Counter[s
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Documents]:
     folder = tmp_path_factory.mktemp("waits")
     make_model(folder / "model", "llama", heads=4, kv_heads=2)
-    make_model(folder / "experts", "qwen3_moe", heads=4, kv_heads=2)
     return folder, make_documents(folder / "d.jsonl", [ROW, 40, 50, 20], masked=[0.0])
 
 

@@ -76,6 +76,21 @@ def test_products_are_those_of_transformers(kind: str, adapted: bool) -> None:
         torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
 
 
+def test_experts_that_are_all_here_make_no_host_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pairs are counted, which a host waits for, only where others hold experts too."""
+    module, counted = layer_experts("mixtral").float(), []
+    plain = torch.Tensor.nonzero
+    monkeypatch.setattr(
+        torch.Tensor, "nonzero", lambda x, **how: counted.append(x) or plain(x, **how)
+    )
+    monkeypatch.setattr(torch.Tensor, "cpu", None)
+    index = torch.stack([torch.randperm(3)[:2] for _ in range(TOKENS)])
+    given = torch.randn(TOKENS, 16), index, torch.rand(TOKENS, 2)
+    for every in (True, False):
+        computed(module, ExpertParts({}, Call(None)), *given, every=every)
+        assert len(counted) == (not every)
+
+
 def test_no_delta_of_all_experts_is_formed(monkeypatch: pytest.MonkeyPatch) -> None:
     module, made = layer_experts("mixtral"), list[int]()
     adapt_parameter(module, "down_proj", 2, 1.0)
