@@ -8,6 +8,7 @@ import glob
 import json
 import os
 import platform
+import re
 import subprocess
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -228,6 +229,9 @@ def space_finding(recipe: Recipe, needed: int) -> Finding | None:
     return KEY, what, remedy
 
 
+_VARIABLE = re.compile(r"\$(\w+|\{.*?\})")
+
+
 def file_findings(recipe: Recipe) -> list[Finding]:
     """Return findings on files that do not exist, and on folders that cannot be written.
 
@@ -247,7 +251,7 @@ def file_findings(recipe: Recipe) -> list[Finding]:
             remedy = f"write {ours}" if is_ours else "name a file or folder that does"
             found.append((key, f"`{name}` does not exist", remedy))
     template = recipe.data.chat_template
-    if template and os.path.isdir(os.path.expanduser(template)):
+    if template and os.path.isdir(template):
         what = f"`{template}` is a folder, and a template is one file"
         found.append(("data.chat_template", what, "name the Jinja file in it"))
     output, cache = output_of(recipe), recipe.data.cache_dir
@@ -255,6 +259,9 @@ def file_findings(recipe: Recipe) -> list[Finding]:
     for key, folders in (("output_dir", [output, *inside]), ("data.cache_dir", [cache])):
         wrong = (not_writable(key, folder) for folder in folders if folder)
         found += [*filter(None, wrong)][:1]
+        if folders[0] and (names := _VARIABLE.search(str(folders[0]))):
+            what = f"`{folders[0]}` names a variable, and a recipe reads none"
+            found.append((key, what, f"write what `{names[0]}` stands for"))
     if resume not in ("auto", "never") and os.path.exists(resume):
         try:
             named_checkpoint(Path(resume), contents=False)
@@ -366,14 +373,19 @@ class Found(NamedTuple):
 def find_paths(recipe: Recipe, file: Path) -> Found:
     """Find what the recipe in `file` reads: model, tokenizer, data, template, checkpoint, hardware.
 
-    The paths that a run writes to, output_dir and cache_dir, stay unchanged.
+    The paths that a run writes to, output_dir and cache_dir, begin where the command runs. In each
+    path a leading `~` is the home folder.
     """
     missing: dict[str, list[str]] = {}
 
+    def home(value: Any) -> Any:
+        is_path = isinstance(value, str | Path)
+        return type(value)(os.path.expanduser(value)) if is_path else value
+
     def found(key: str, value: Any, *, words: tuple[str, ...] = ()) -> Any:
+        value = home(value)
         name = str(value)
-        absolute = name.startswith("~") or os.path.isabs(name)
-        if value is None or isinstance(value, dict) or name in words or absolute:
+        if value is None or isinstance(value, dict) or name in words or os.path.isabs(name):
             return value
         beside = os.path.join(file.parent, name)
         if os.path.realpath(beside) == os.path.realpath(name) and _is_there(name):
@@ -407,7 +419,8 @@ def find_paths(recipe: Recipe, file: Path) -> Found:
                 source.changed(path=found(key, source.path, words=(STDLIB,)))
                 for key, source in zip(at, sources, strict=True)
             )
-    return Found(recipe.changed(**blocks), missing)
+    blocks["data"]["cache_dir"] = home(recipe.data.cache_dir)
+    return Found(recipe.changed(**blocks, output_dir=home(recipe.output_dir)), missing)
 
 
 def _is_there(name: str) -> bool:
