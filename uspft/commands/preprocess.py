@@ -29,7 +29,7 @@ def preprocess(
     """
     screen = Console(highlight=False, soft_wrap=True)
     if clean:
-        _empty(place.data_cache(find_paths(load(target, overrides).recipe, target).recipe), screen)
+        _empty(place.data_cache(find_paths(load(target, overrides)).recipe), screen)
         return 0
     found = examine(target, overrides, planned_hosts(place.environment), place.ranks, trains=False)
     with found.placed():

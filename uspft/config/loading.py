@@ -352,6 +352,9 @@ def _found_instead(path: Path) -> str:
     """Return what to write in place of a file that does not exist."""
     if (SHIPPED / f"{path.name}.yaml").is_file():
         return f"to copy the shipped recipe of that name: recipes {path.name}"
+    for depth in (2, 3):  # recipes/… and configs/zero/…
+        if (ours := SHIPPED.parent.joinpath(*path.parts[-depth:])).is_file():
+            return f"write {ours}"
     near = closest(path.name, [one.name for one in path.parent.glob("*.y*ml")], 0.85)
     return f"did you mean `{path.parent / near}`?" if near else "check the path"
 

@@ -22,6 +22,7 @@ from uspft import __version__
 from uspft.checkpoint.folder import CHECKPOINTS, Checkpoint, CheckpointError, step_folders
 from uspft.checkpoint.folder import named as named_checkpoint
 from uspft.config import Fault, Finding, Recipe, dump, load
+from uspft.config.loading import Loaded
 from uspft.config.algorithms import AUTO
 from uspft.config.inputs import ELEMENT_BYTES
 from uspft.data.faults import grouped
@@ -370,12 +371,14 @@ class Found(NamedTuple):
         return key, f"{what} (looked for at {' and '.join(looked)})", remedy
 
 
-def find_paths(recipe: Recipe, file: Path) -> Found:
-    """Find what the recipe in `file` reads: model, tokenizer, data, template, checkpoint, hardware.
+def find_paths(loaded: Loaded) -> Found:
+    """Find what a recipe reads: model, tokenizer, data, template, checkpoint, hardware.
 
-    The paths that a run writes to, output_dir and cache_dir, begin where the command runs. In each
-    path a leading `~` is the home folder.
+    A relative path is looked for beside the recipe, from the working directory, and beside the
+    `base` fragment that names it. The paths that a run writes to, output_dir and cache_dir, begin
+    where the command runs. In each path a leading `~` is the home folder.
     """
+    recipe, origins = loaded.recipe, loaded.origins
     missing: dict[str, list[str]] = {}
 
     def home(value: Any) -> Any:
@@ -387,17 +390,17 @@ def find_paths(recipe: Recipe, file: Path) -> Found:
         name = str(value)
         if value is None or isinstance(value, dict) or name in words or os.path.isabs(name):
             return value
-        beside = os.path.join(file.parent, name)
-        if os.path.realpath(beside) == os.path.realpath(name) and _is_there(name):
+        beside = [os.path.dirname(file) for file in (origins.file, origins.file_of(key)) if file]
+        looked = [os.path.join(folder, name) for folder in (beside[0], "", *beside[1:])]
+        place = next(filter(_is_there, looked), None)
+        if place is None:
+            missing[key] = list(dict.fromkeys(map(os.path.abspath, looked)))
             return value
-        if _is_there(beside):  # shorter, without `..`, if it leads to the same place
-            short = os.path.normpath(beside)
-            same = os.path.exists(beside) and os.path.exists(short)
-            return type(value)(short if same and os.path.samefile(beside, short) else beside)
-        if not _is_there(name):
-            looked = [os.path.abspath(beside), os.path.abspath(name)]
-            missing[key] = list(dict.fromkeys(looked))
-        return value
+        if os.path.realpath(place) == os.path.realpath(name):
+            return value
+        short = os.path.normpath(place)  # shorter, without `..`, if it leads to the same place
+        same = os.path.exists(place) and os.path.exists(short)
+        return type(value)(short if same and os.path.samefile(place, short) else place)
 
     blocks: dict[str, dict[str, Any]] = {}
     named: dict[str, tuple[str, ...]] = {

@@ -64,6 +64,22 @@ def test_what_a_run_writes_is_where_the_command_runs(project: Path) -> None:
     assert examined(project).output_dir == Path("outputs/r")
 
 
+def test_what_a_fragment_names_may_lie_beside_it(project: Path) -> None:
+    (project / "apart").mkdir()
+    make_documents(project / "apart" / "d.jsonl", [3], masked=[0.0])
+    examined(project)
+    path = project / "apart" / "mine.yaml"
+    path.write_text("base: [../recipes/r.yaml]\nseed: 1\n")
+    found = examine(path, [], 1, None).recipe
+    assert Path(str(found.model.name_or_path)).resolve() == project / "model"
+    assert found.data.train[0].path == str(project / "apart" / "d.jsonl"), "the recipe's own first"
+    (project / "apart" / "d.jsonl").unlink()
+    found = examine(path, [], 1, None).recipe
+    assert found.data.train[0].path == str(project / "recipes" / "d.jsonl")
+    with pytest.raises(RecipeError, match=r"at \S*/apart/x\.jsonl and \S*/here/x\.jsonl\)"):
+        examine(path, ["data.train=x.jsonl"], 1, None)
+
+
 def test_a_leading_tilde_is_the_home_folder_in_every_path(
     project: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
