@@ -22,9 +22,9 @@ from uspft import __version__
 from uspft.checkpoint.folder import CHECKPOINTS, Checkpoint, CheckpointError, step_folders
 from uspft.checkpoint.folder import named as named_checkpoint
 from uspft.config import Fault, Finding, Recipe, dump, load
-from uspft.config.loading import Loaded
 from uspft.config.algorithms import AUTO
 from uspft.config.inputs import ELEMENT_BYTES
+from uspft.config.loading import Loaded
 from uspft.data.faults import grouped
 from uspft.data.files.sources import STDLIB, is_hub_id, list_files
 from uspft.durable import write_text
