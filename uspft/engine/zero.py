@@ -281,6 +281,8 @@ class ZeroEngine(Engine):
         if self._most == math.inf:
             return norm
         value = float(norm)
+        if value < 0:  # with experts DeepSpeed writes −1 for a norm that is not finite
+            value = math.inf
         if self._most > 0 and math.isfinite(value):
             (value,) = self.largest(value)
         if value <= self._most:
