@@ -207,10 +207,9 @@ def _alike(named: str | None, ulysses: Collection[int] | None) -> set[str | None
     row = CONTEXT.get(named or "")
     if row is None or row.splits is not Splits.BOTH:
         return {named}
-    heads = {one.name for one in CONTEXT.values() if one.splits is Splits.HEADS}
-    if not row.ulysses_required or ulysses != {1}:
-        return {named, *heads}
-    return {one.name for one in CONTEXT.values() if one.label == row.label}
+    if row.ulysses_required and (ulysses is None or 1 in ulysses):
+        return {one.name for one in CONTEXT.values() if one.label == row.label}
+    return {named, *(one.name for one in CONTEXT.values() if one.splits is Splits.HEADS)}
 
 
 def other_than_asked(recipe: Recipe) -> WhyNot:
@@ -219,7 +218,7 @@ def other_than_asked(recipe: Recipe) -> WhyNot:
     parallel, batch = recipe.parallel_config, recipe.training.global_batch_size
     mesh, ulysses = parallel.tensor_mesh, parallel.ulysses_degree_in_cp
     shares = isinstance(parallel.context_parallel, Open) or _on_a_mesh(parallel)
-    chosen = shares or parallel.context_parallel_algo == AUTO
+    chosen = shares or parallel.context_parallel_algo == AUTO or isinstance(ulysses, Open)
 
     def why_not(way: Way) -> str | None:
         layout = way.layout

@@ -102,7 +102,7 @@ class Case:
             return False
         if self.left in ("algorithm", "ulysses", "tensor") and layout.context != context:
             return False
-        return self.left != "ulysses" or one.way.row.name in ("hybrid_cp", "ulysses_cp")
+        return self.left != "ulysses" or one.way.row.name in ("hybrid_cp", "ulysses_cp", "ring_cp")
 
     @property
     def ranks(self) -> int:
@@ -258,7 +258,7 @@ AUTO: dict[str, Sequence[Any]] = {
         "allgather_cp",
         "planned_cp",
     ),
-    "parallel_config.ulysses_degree_in_cp": (2, 4),
+    "parallel_config.ulysses_degree_in_cp": (1, 2, 4),
     "parallel_config.tensor_mesh": ("[1, 4]", "[2, 2]", "[4, 1]"),
     "parallel_config.expert_parallel": (1, 2, 4),
     "deepspeed.zero_optimization.stage": (0, 1, 2, 3),
