@@ -29,7 +29,7 @@ def test_gradients_are_those_of_float64(place: str) -> None:
     wide = [x.detach().double().requires_grad_() for x in (plain.weight, hidden)]
     want = nn.functional.cross_entropy(wide[1] @ wide[0].T, labels, reduction="sum")
     truth = torch.autograd.grad(want, wide)
-    head = Head(plain, 128).to(place)
+    head = Head(plain.weight, 128).to(place)
     here = hidden.to(place).requires_grad_()
     loss = head(here, labels.to(place), torch.arange(300, device=place), 1.0)
     found = torch.autograd.grad(loss, (head.weight, here))

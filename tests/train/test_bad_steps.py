@@ -40,6 +40,7 @@ class Case:
     dtype: str = "float32"
     rows: int = 1
     """Of a micro-batch."""
+    model: str = "llama"
 
 
 CASES = {
@@ -47,6 +48,7 @@ CASES = {
     "zero0 bf16": Case(RING, "zero0", "bfloat16", SAMPLES),
     **{f"{name} bf16": Case(RING, name, "bfloat16") for name in ("zero1", "zero2")},
     "zero3 bf16": Case(RING, "zero3 whole", "bfloat16"),
+    "experts bf16": Case({"expert_parallel": 2}, "zero1", "bfloat16", model="mixtral"),
     "tensor": Case({"model_parallel": 2}),
     "stages": Case({"pipeline_stage": 2}),
     "stages zero3": Case({"pipeline_stage": 2}, "zero3 whole"),
@@ -57,7 +59,7 @@ CASES = {
 
 def recipe(case: Case, folder: Path, data: Path, saves: int, **training: Any) -> dict[str, Any]:
     return small_recipe(
-        folder / "model",
+        folder / case.model,
         data,
         ROW,
         model={"dtype": case.dtype},
@@ -95,7 +97,8 @@ def poison(run: Any, poisoned: dict[int, str]) -> None:
     module.register_forward_hook(lambda of, given, out: out * bad(("loss",)))
     if dist.get_rank() == RANKS - 1:
         trained = {name: p for name, p in run.engine.trained().items() if p.dim() > 0}
-        names = [name for name in trained if name.endswith("layers.1.mlp.up_proj.weight")]
+        ends = "layers.1.mlp.up_proj.weight", "layers.1.mlp.experts.gate_up_proj"
+        names = [name for name in trained if name.endswith(ends)]
         trained[names[0]].register_hook(lambda grad: grad * bad(("gradient", "spike")))
 
 
@@ -150,7 +153,8 @@ def work(rank: int, folder: Path, every: Documents, good: Documents) -> dict[str
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
     folder = tmp_path_factory.mktemp("bad-steps")
-    make_model(folder / "model", "llama", heads=4, kv_heads=2)
+    for kind in {case.model: None for case in CASES.values()}:
+        make_model(folder / kind, kind, heads=4, kv_heads=2)
     lengths = [32, 11]
     every = make_documents(folder / "every.jsonl", lengths * STEPS, masked=[0.2])
     lines = every.path.read_text().splitlines(keepends=True)
@@ -195,6 +199,7 @@ def test_skipped_steps_leave_nothing(found: tuple[Path, list[dict[str, Any]]], n
     ]
     assert [one[counts] for one in told] == [[2, 3], [4, 5], [8, 9]]
     assert "loss is nan" in told[0]["why"] and "gradient norm is" in told[1]["why"]
+    assert [one["grad_norm"] for one in told[:2]] == [None, None], "neither is finite"
     assert "at most" in told[2]["why"] and told[2]["grad_norm"] > 1000
     course = Checkpoint.open(folder_of(at, STEPS)).state["course"]
     norms = [one["grad_norm"] for one in steps if not one.get("skipped")]

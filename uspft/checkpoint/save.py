@@ -68,7 +68,7 @@ class Save:
         self._adam_steps, self._course = adam_steps(engine), dict(course or {})
         held, size = dict[str, Tensor](), 0
         for one, value in gather(engine, list(self._keys)):
-            held[self._keys[one]] = value.detach().float().cpu().contiguous().clone()
+            held[self._keys[one]] = value.detach().cpu()  # float32, and this rank's own copy
             size += 4 * value.numel()
             if size >= PART_BYTES:
                 self._fill(held, beside=beside)

@@ -70,7 +70,9 @@ class CausalModel(nn.Module):
         self.model, self._held, self._recompute = model, held, recompute
         self._padding: int | None = model.get_input_embeddings().padding_idx
         self._offload = offload
-        self.head_of_loss = Head(model.get_output_embeddings(), tile, Logits.of(model.config))
+        head = model.get_output_embeddings()
+        assert head.bias is None  # of every family; one that has a bias is refused
+        self.head_of_loss = Head(head.weight, tile, Logits.of(model.config))
 
     def begin(self, batch: Batch) -> ForwardPass:
         """Begin a forward pass over a micro-batch; what is saved for its backward belongs to it

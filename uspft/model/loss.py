@@ -72,14 +72,10 @@ class Head(nn.Module):
     """The output projection and the loss in one module, so that ZeRO-3 gathers its weight once."""
 
     weight: Tensor
-    bias: Tensor | None
 
-    def __init__(self, projection: nn.Linear, tile: int | None, logits: Logits = PLAIN) -> None:
+    def __init__(self, weight: Tensor, tile: int | None, logits: Logits = PLAIN) -> None:
         super().__init__()
-        self.logits = logits
-        self.weight = projection.weight
-        self.register_parameter("bias", projection.bias)
-        self.tile = tile
+        self.weight, self.tile, self.logits = weight, tile, logits
 
     def forward(
         self,
@@ -103,18 +99,18 @@ class Head(nn.Module):
         weight with all its features, if this rank stores some of them.
         """
         rows = hidden.index_select(0, chosen)
-        weight, bias = self.weight, self.bias
+        weight = self.weight
         if not torch.is_grad_enabled():  # which ctx.needs_input_grad does not know
-            weight, bias = weight.detach(), None if bias is None else bias.detach()
+            weight = weight.detach()
         if whole:
             weight = whole(weight)
         how = How(self.tile or max(1, len(rows)), self.logits, vocabulary)
         own = labels.index_select(0, chosen)
         loss: Tensor
         if scale is None:
-            loss = _TokenCrossEntropy.apply(rows, weight, bias, own, how)
+            loss = _TokenCrossEntropy.apply(rows, weight, own, how)
         else:
-            loss = _TiledCrossEntropy.apply(rows, weight, bias, own, how, scale)
+            loss = _TiledCrossEntropy.apply(rows, weight, own, how, scale)
         return loss
 
 
@@ -126,7 +122,7 @@ class How(NamedTuple):
     vocabulary: Vocabulary | None
 
     def used(self, held: Tensor) -> Tensor:
-        """Return the rows of the head's weight or bias with which this rank computes logits."""
+        """Return the rows of the head's weight with which this rank computes logits."""
         found = self.vocabulary
         return held.narrow(0, found.offset, found.rows) if found else held
 
@@ -145,11 +141,10 @@ class How(NamedTuple):
             hit.masked_fill_(others, 0.0)
         return own, hit
 
-    def logits(self, part: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Return the logits of a tile's rows, [t, V], in float32 or wider. weight, bias: the head's
+    def logits(self, part: Tensor, weight: Tensor) -> Tensor:
+        """Return the logits of a tile's rows, [t, V], in float32 or wider. weight: the head's
         own."""
-        bias = None if bias is None else self.used(bias)
-        products = nn.functional.linear(part, self.used(weight), bias)
+        products = nn.functional.linear(part, self.used(weight))
         return self.form.apply(products.to(wide(part)))
 
 
@@ -190,15 +185,14 @@ class _TiledCrossEntropy(torch.autograd.Function):
         ctx: Any,
         rows: Tensor,
         weight: Tensor,
-        bias: Tensor | None,
         labels: Tensor,
         how: How,
         scale: float,
     ) -> Tensor:
         loss = torch.zeros((), dtype=wide(rows), device=rows.device)
-        grads = Gradients((rows, weight, bias), ctx, how) if any(ctx.needs_input_grad[:3]) else None
+        grads = Gradients(rows, weight, ctx, how) if any(ctx.needs_input_grad[:2]) else None
         for span in how.spans(rows):
-            logits = how.logits(rows[span], weight, bias)
+            logits = how.logits(rows[span], weight)
             bend = how.form.slope(logits) if grads else 1.0
             found = _Softmax.of(logits, labels[span], how)
             loss += (found.log_total - found.chosen).sum()
@@ -227,28 +221,27 @@ class _TokenCrossEntropy(torch.autograd.Function):
         ctx: Any,
         rows: Tensor,
         weight: Tensor,
-        bias: Tensor | None,
         labels: Tensor,
         how: How,
     ) -> Tensor:
         log_totals = torch.empty(len(rows), dtype=wide(rows), device=rows.device)
         losses = torch.empty_like(log_totals)
         for span in how.spans(rows):
-            found = _Softmax.of(how.logits(rows[span], weight, bias), labels[span], how)
+            found = _Softmax.of(how.logits(rows[span], weight), labels[span], how)
             log_totals[span] = found.log_total[:, 0]
             losses[span] = (found.log_total - found.chosen)[:, 0]
-        ctx.save_for_backward(rows, weight, bias, labels, log_totals)
+        ctx.save_for_backward(rows, weight, labels, log_totals)
         ctx.how = how
         return losses
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, factors: Tensor) -> tuple[Tensor | None, ...]:
-        rows, weight, bias, labels, log_totals = ctx.saved_tensors
+        rows, weight, labels, log_totals = ctx.saved_tensors
         how: How = ctx.how
-        grads = Gradients((rows, weight, bias), ctx, how)
+        grads = Gradients(rows, weight, ctx, how)
         for span in how.spans(rows):
-            logits, factor = how.logits(rows[span], weight, bias), factors[span, None]
+            logits, factor = how.logits(rows[span], weight), factors[span, None]
             bend = how.form.slope(logits)
             own, hit = how.own(labels[span], logits)
             slope = logits.sub_(log_totals[span, None]).exp_().mul_(factor)
@@ -270,23 +263,18 @@ def _add_product(out: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 class Gradients:
-    """The gradients of rows, weight and bias; those of weight and bias are summed in at least
-    float32.
+    """The gradients of rows and weight; that of the weight is summed in at least float32.
 
     Only needed gradients are allocated: a frozen head's would be as large as its weight. Gradients
     of vocabulary rows that this call does not use are 0.
     """
 
-    def __init__(self, inputs: tuple[Tensor, Tensor, Tensor | None], ctx: Any, how: How) -> None:
-        """inputs: rows, weight and bias, the first inputs of an autograd function. ctx: its
-        context."""
-        needed, (rows, weight, bias) = ctx.needs_input_grad, inputs
+    def __init__(self, rows: Tensor, weight: Tensor, ctx: Any, how: How) -> None:
+        """rows, weight: the first inputs of an autograd function. ctx: its context."""
+        needed = ctx.needs_input_grad
         self._rows, self._weight, self._how = rows, weight, how
         self._d_rows = torch.empty_like(rows) if needed[0] else None
         self._d_weight = torch.zeros_like(weight, dtype=wide(rows)) if needed[1] else None
-        if bias is not None:
-            bias = torch.zeros_like(bias, dtype=wide(rows)) if needed[2] else None
-        self._d_bias = bias
 
     def add(self, span: slice, slope: Tensor, bend: Tensor | float) -> None:
         """Add the gradients of one tile.
@@ -301,10 +289,8 @@ class Gradients:
             self._d_rows[span] = slope @ used(self._weight)
         if self._d_weight is not None:
             _add_product(used(self._d_weight), slope.t(), part)
-        if self._d_bias is not None:
-            used(self._d_bias).add_(slope.sum(0))
 
     def result(self) -> tuple[Tensor | None, ...]:
         kind = self._weight.dtype
-        found = (self._d_rows, self._d_weight, self._d_bias)
+        found = (self._d_rows, self._d_weight)
         return tuple(gradient if gradient is None else gradient.to(kind) for gradient in found)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -76,10 +75,9 @@ class StagedModel(nn.Module):
         if stage not in self._bare or self.idle is None:
             return made
         nothing = torch.zeros_like(self.idle)  # the gradient of the unused dummy parameter
-        found: Tensor = with_backward(
+        return with_backward(
             lambda made, _: made.view_as(made), lambda dmade: (dmade, nothing), made, self.idle
         )
-        return found
 
     def _made(
         self, batch: Batch, scales: tuple[float | None, ...], stage: int, x: Tensor | None
@@ -111,8 +109,7 @@ class StagedModel(nn.Module):
     def copy_head(self, table: Tensor) -> None:
         """Make the last stage's head use a copy of tied embeddings that another rank trains."""
         head = self.parts.head_of_loss
-        projection: Any = SimpleNamespace(weight=table, bias=None)
-        self.head = self.parts.head_of_loss = Head(projection, head.tile, head.logits)
+        self.head = self.parts.head_of_loss = Head(table, head.tile, head.logits)
 
     def named(self) -> dict[str, nn.Parameter]:
         """Return every parameter of the model once, by its Hugging Face name; those of other ranks'

@@ -130,7 +130,7 @@ def test_the_summary_tells_both_kinds_of_loss_apart(tmp_path: Path) -> None:
 
 def test_no_gradient_is_worked_out_under_no_grad(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
-    head = Head(nn.Linear(8, 13), tile=3)
+    head = Head(nn.Linear(8, 13).weight, tile=3)
     inputs = torch.randn(10, 8), torch.randint(0, 13, (10,)), torch.arange(10)
     made = []
     kept = loss.Gradients
