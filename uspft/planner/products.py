@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from uspft.families import FAMILIES, Blocks, ModelShape, layer_blocks, state_sizes
+from uspft.families import FAMILIES, Blocks, ModelShape, StateSizes, layer_blocks, state_sizes
 from uspft.families.projections import (
     COLUMNS,
     FUSED,
@@ -127,6 +127,13 @@ def inner_features(shape: ModelShape, tensor: int, *, experts: bool) -> int:
     return sum(one.on(tensor).inputs for one in alone)
 
 
+def state_features(sizes: StateSizes) -> dict[str, int]:
+    """Return the features of each unit that tensor ranks divide in a layer with a state."""
+    keys, values = sizes.keys * sizes.key_dim, sizes.values * sizes.value_dim
+    found = {STATE_KEY: keys, STATE_VALUE: values, STATE_GATE: sizes.values}
+    return found | {STATE_GROUP: 2 * keys + 2 * values, STATE_GATES: 2 * sizes.values}
+
+
 def state_projections(shape: ModelShape) -> dict[str, ProductShape]:
     """Return the projections of a layer with a state by name, except those of its MLP.
 
@@ -135,15 +142,7 @@ def state_projections(shape: ModelShape) -> dict[str, ProductShape]:
     sizes, hidden = state_sizes(shape), shape.hidden_size
     if sizes is None:
         return {}
-    keys, values = sizes.keys * sizes.key_dim, sizes.values * sizes.value_dim
-    rows = {
-        STATE_KEY: keys,
-        STATE_VALUE: values,
-        STATE_GATE: sizes.values,
-        STATE_GROUP: 2 * keys + 2 * values,
-        STATE_GATES: 2 * sizes.values,
-    }
-    found = {}
+    rows, found = state_features(sizes), {}
     for name, one in FAMILIES[shape.model_type].projections.items():
         if not name.startswith(f"{STATE_LAYER}.") or not name.endswith(PROJECTION_WORDS):
             continue

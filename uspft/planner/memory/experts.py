@@ -92,7 +92,7 @@ class ExpertsMemory:
         rows, factors, run = x, scores, self._here if divides else self._all
         if of.ranks > 1:
             route = tape.new(2 * INDEX * self._rows)
-            tape.hold(route, route)
+            tape.hold(route)
             rows, factors = self._sent(x, scores, route)
             choices = of.met * self._rows
             sent = tape.new(INDEX * choices)

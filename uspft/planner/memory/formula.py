@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING
@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING
 from uspft.config.algorithms import WHOLE, AlgorithmRow
 from uspft.pipeline.schedules import PLAIN
 from uspft.planner.memory.operations import WIDE
-from uspft.planner.memory.passes import PassBytes, chunk_keys, pass_bytes
-from uspft.planner.memory.pipeline import ROUNDS, each_chunk, rank_bytes
-from uspft.planner.memory.sizes import layers_of
+from uspft.planner.memory.passes import PassBytes, pass_bytes
+from uspft.planner.memory.pipeline import ROUNDS, rank_bytes
 from uspft.planner.memory.zero import State, state_of
 from uspft.planner.options import Options
 from uspft.planner.products import head_projection
@@ -100,24 +99,18 @@ def memory_of_ranks(
     schedule, multiple = options.schedule, chunk_multiple(layout, options.use_seq_parallel)
     cut = cut_by_flops(shape, schedule.chunks, multiple)
     chunks = (cut.of_tokens if options.equal_tokens else cut).of_one_document(row_tokens)
-    largest, whole = max(chunks), len(chunks) == 1
-    if whole and memo is not None:
-        of_pass, batch = _pass(shape, layout, largest, options, memo)
+    if len(chunks) == 1:
+        of_pass, batch = _pass(shape, layout, row_tokens, options, Memo() if memo is None else memo)
+        passes = [of_pass]
     else:
-        of_pass, batch = pass_bytes(shape, layout, largest, options)
-    every = list[PassBytes]()
-    if not whole:
-        of = shape, layout, largest
-        every = each_chunk(chunks, layout.ring, lambda far: pass_bytes(*of, options, far)[0])
-        of_pass = replace(of_pass, keys=tuple(map(chunk_keys, layers_of(*of, options))))
-        batch *= 2 * row_tokens / largest  # whole, and chunk by chunk
+        passes, batch = _each_chunk(shape, layout, chunks, options)
     stages = stages_of(shape, DrawnRows.whole(row_tokens), layout.pipeline, options)
-    passes = options.passes(layout) if options.step_rows else ROUNDS * stages.ranks
-    found, met, shares = list[Memory](), set[object](), [tokens / largest for tokens in chunks]
+    number = options.passes(layout) if options.step_rows else ROUNDS * stages.ranks
+    found, met = list[Memory](), set[object]()
     kinds = kinds_of_layers(shape, options.lora, options.freeze)
     layers = [
-        (*both, n <= of_pass.first)
-        for n, both in enumerate(zip(of_pass.layers, kinds, strict=True))
+        (*both, n <= passes[0].first)
+        for n, both in enumerate(zip(passes[0].layers, kinds, strict=True))
     ]
     trains_tied = shape.tied and outside_trains(options.lora, options.freeze)[EMBEDDING]
     table = head_projection(shape).on(layout.mesh_columns).parameters / layout.mesh_rows
@@ -129,12 +122,28 @@ def memory_of_ranks(
             continue
         met.add(alike)
         comes = table * (rank == 0)
-        taken = rank_bytes(of_pass, stages, schedule, passes, rank, shares, every, comes)
+        taken = rank_bytes(passes, stages, schedule, number, rank, comes)
         state = state_of(shape, layout, options, mine)
-        parts = {"activations": taken.kept, "at work": taken.at_work, "batch": passes * batch}
+        parts = {"activations": taken.kept, "at work": taken.at_work, "batch": number * batch}
         host = int(sum(state.host.values()) + taken.on_host)
         found.append(Memory(state.beside(parts), host, taken.inputs))
     return found
+
+
+def _each_chunk(
+    shape: ModelShape, layout: Layout, chunks: Sequence[int], options: Options
+) -> tuple[list[PassBytes], float]:
+    """Return pass_bytes of each chunk of a row, and the bytes of a batch, which is in memory whole
+    and chunk by chunk. chunks: their tokens.
+
+    A ring gathers the keys of all earlier chunks; without one, attention to earlier chunks runs one
+    after another, so that their number does not matter.
+    """
+    before = accumulate(chunks[:-1], initial=0)
+    far = [a / b if layout.ring > 1 else float(a > 0) for a, b in zip(before, chunks, strict=True)]
+    each = [*zip(chunks, far, strict=True)]
+    known = {one: pass_bytes(shape, layout, one[0], options, one[1]) for one in {*each}}
+    return [known[one][0] for one in each], 2 * sum(known[one][1] for one in each)
 
 
 def least_bytes(

@@ -27,7 +27,7 @@ from uspft.planner.memory.states import (
     run_rule,
 )
 from uspft.planner.memory.tape import GradientStorages, Storage, Tensor
-from uspft.sequence.rows.heads import key_groups, key_ranges
+from uspft.sequence.rows.heads import key_groups, key_ranges, split_heads
 
 
 class GroupMemory(ABC):
@@ -35,28 +35,24 @@ class GroupMemory(ABC):
     function. It is called once for each run, recomputation included."""
 
     def __init__(self, tape: LayerTape, sizes: LayerSizes) -> None:
-        self.tape, self.sizes = tape, sizes
-        s = sizes
-        self._features = s.inside(s.block)
+        self.tape, self.sizes, s = tape, sizes, sizes
         self._gated = bool(s.state) or s.kind.gated
         self._before, self._behind = (name * s.whole_first for name in s.kind.norms[:2])
         self._tile = s.of_tile(split=s.gathers)
         self._hidden = s.between_bytes() if s.gathers else s.inside_bytes()
         """The bytes of the block's input."""
-        into = {name: s.weights(name, s.hidden, n) for name, n in s.outputs(s.block).items()}
-        self._into, self._out = sum(into.values()), s.weights(s.out, self._features, s.hidden)
+        self._tile_out = float(s.matrix(s.out)[0] * self._tile.sharing.tokens * s.element)
+        """The bytes of attention's output of a tile."""
+        into = s.into(s.block)
+        self._into, self._out = sum(map(s.weights, into)), s.weights(s.out)
         """The bytes of the weights that train, of projections into the block and out of it."""
-        behind = self._sizes_of(BEHIND)
-        self._gates = sum(
-            own for name, own in into.items() if behind.use and behind.made_share(name)
-        )
+        behind = [name for name in into if self._sizes_of(BEHIND).made_share(name)]
+        self._gates = sum(map(s.weights, behind)) * self._gated
         """Of the former, the weights of projections whose features are used after attention."""
         self._kept: list[Storage] = []
         """The first run's results that the second run does not recompute; until the backward."""
         self._away: list[float] = []
         """The sizes of those that are offloaded to the host during the first run."""
-        self.below: Storage | None = None
-        """The input of the layer below, once it is copied back from the host."""
 
     def __call__(self, x: Tensor, *, trains: bool) -> Tensor:
         """Return the block's output for x. trains: whether any of its weights trains."""
@@ -104,7 +100,7 @@ class GroupMemory(ABC):
         slopes = self._begin(saved)
         sums = self._summed(self._out + self._gates, self._last_gradients)
         found = self._gradients(saved, slopes)
-        if s.offloads and not s.first:
+        if s.offloads and not s.first:  # the input of the layer below, copied back from the host
             self.below = tape.new(s.between_bytes())
         # The queries' gradient lies in the output's memory until the input's is computed from it.
         dx = gates or (out if out.size == self._hidden else tape.new(self._hidden))
@@ -150,11 +146,6 @@ class GroupMemory(ABC):
         if not self.sizes.gathers:
             return x
         return self.tape.received(self.tape.viewed(x), one.sizes.inside_bytes())
-
-    @property
-    def _tile_out(self) -> float:
-        """The bytes of attention's output of a tile."""
-        return float(self._features * self._tile.sharing.tokens * self.sizes.element)
 
     def _projected(self, one: Layer, *, wanted: bool) -> Tensor:
         """Return the output projection's output for a tile. wanted: whether the gradient of its
@@ -230,9 +221,7 @@ class GroupMemory(ABC):
         heads."""
         tape, out = self.tape, share * self._tile_out
         if not self._gated:
-            held = [tape.new(self._tile.between_bytes()) for _ in range(1 if self._behind else 2)]
-            held += [tape.new(out) for _ in range(2)]
-            del held
+            tape.new((1 if self._behind else 2) * self._tile.between_bytes() + 2 * out)
             return
         with tape.apart(), tape.no_gradient():
             one = self._part(BEHIND, some)
@@ -258,23 +247,29 @@ def _arrived(coming: list[list[Storage]]) -> list[Storage]:
 
 
 class AttentionGroupMemory(GroupMemory):
-    """Attention in groups of heads."""
+    """Attention in groups of heads. If the block gathers the tokens of tensor ranks, queries, keys
+    and values of all heads are computed at once, and so is the output's gradient."""
 
     def __init__(self, tape: LayerTape, sizes: LayerSizes) -> None:
         super().__init__(tape, sizes)
         self._home: list[list[Storage]] = []
         """The started transfers back to the tokens' ranks: what is sent, and the receive buffer."""
+        self._qkv: list[Storage] = []
+        """Queries, keys and values of all heads, if they are computed at once."""
 
     def _turns(self) -> list[_Turn]:
-        how, found = self.sizes.sharing, []
-        at_once = min(self.sizes.at_once or 1, how.heads // how.kv_heads)
-        for group in key_groups(how.heads, how.kv_heads, how.row.ulysses, at_once):
-            last = len(group.queries) - 1
-            for turn in range(last + 1):
-                most = max(group.widths(turn))
-                found.append(
-                    _Turn(how.row.ulysses * most, how.row.ulysses, turn == 0, turn == last)
-                )
+        """Return the turns of the Ulysses rank with most heads."""
+        how, found, ulysses = self.sizes.sharing, list[_Turn](), self.sizes.sharing.row.ulysses
+        heads = how.heads, how.kv_heads, ulysses
+        each = [b - a for a, b in split_heads(*heads).query]
+        widest = each.index(max(each))
+        for group in key_groups(*heads, min(self.sizes.at_once or 1, how.heads // how.kv_heads)):
+            widths = [b - a for a, b in (ranges[widest] for ranges in group.queries) if a < b]
+            ends = len(widths) - 1
+            found += [
+                _Turn(ulysses * width, ulysses, turn == 0, turn == ends)
+                for turn, width in enumerate(widths)
+            ]
         return found
 
     def _start(self, made: list[Storage]) -> list[list[Storage]]:
@@ -301,26 +296,35 @@ class AttentionGroupMemory(GroupMemory):
             del one
 
     def _launched(self, turn: _Turn) -> list[list[Storage]]:
-        return self._start(self._made(turn))
-
-    def _made(self, turn: _Turn) -> list[Storage]:
-        """Return a turn's queries, and in a group's first turn keys and values."""
-        found = self._storages(turn)
-        keys = turn.keys if turn.first else 1
-        self._first(replace(self.sizes.sharing, heads=turn.queries, kv_heads=keys))
-        return found
-
-    def _storages(self, turn: _Turn) -> list[Storage]:
+        """Start the transfers of a turn's queries, and in a group's first turn of keys and
+        values."""
         how = self.sizes.sharing
+        if self._qkv and turn.queries == how.heads and how.row.ulysses == 1:  # as they lie
+            return self._start([*self._qkv])
         sizes = [how.bytes(turn.queries), *[how.bytes(turn.keys)] * (2 * turn.first)]
-        return [self.tape.new(size) for size in sizes]
+        found = [self.tape.new(size) for size in sizes]
+        if not self.sizes.gathers:
+            keys = turn.keys if turn.first else 1
+            self._first(replace(how, heads=turn.queries, kv_heads=keys))
+        return self._start(found)
+
+    def _gather(self) -> None:
+        how = self.sizes.sharing
+        self._qkv = [self.tape.new(how.bytes(n)) for n in (how.heads, how.kv_heads, how.kv_heads)]
+        self._first(how)
 
     def _scales(self) -> list[Storage]:
         """Return the factors of tokens in norms over all heads, for queries and for keys."""
-        if not self.sizes.kind.normed_together:
-            return []
-        self._first(self.sizes.sharing)
-        return [self.tape.new(WIDE * self.sizes.sharing.tokens) for _ in range(2)]
+        if self.sizes.gathers:
+            self._gather()
+        elif self.sizes.kind.normed_together:
+            self._first(self.sizes.sharing)
+            return [self.tape.new(WIDE * self.sizes.sharing.tokens) for _ in range(2)]
+        return []
+
+    def _stay(self, needed: bool) -> list[Storage]:
+        found, self._qkv = self._qkv, []
+        return found if needed and self.sizes.recompute != "nothing" else []
 
     def _attended(self) -> list[Storage]:
         """Return the output of all heads, the log-sum-exp of each turn, and scales."""
@@ -347,6 +351,17 @@ class AttentionGroupMemory(GroupMemory):
         self._arrive()
         return found + scales
 
+    def _begin(self, saved: list[Storage]) -> list[Storage]:
+        how = self.sizes.sharing
+        self._slopes: list[Storage] = []
+        if self.sizes.gathers:
+            if self.sizes.recompute == "nothing":
+                self._gather()
+            else:
+                self._qkv = [saved.pop(-3), saved.pop(-2), saved.pop()]
+            self._slopes = [self.tape.new(how.bytes(how.heads))]
+        return super()._begin(saved)
+
     def _gradients(self, saved: list[Storage], slopes: list[Storage]) -> list[Storage]:
         tape, how, wide = self.tape, self.sizes.sharing, self.sizes.wide
         pair: list[Storage] = []  # of a group's keys and values, while its turns last
@@ -358,7 +373,9 @@ class AttentionGroupMemory(GroupMemory):
             coming = self._launched(turn)
             self._arrive()
             slope = [tape.new(size)]
-            self._slope(turn.queries)
+            if not self.sizes.gathers:
+                some = replace(how, heads=turn.queries, kv_heads=1)
+                self._out_slope(some, turn.queries / how.heads)
             if turn is turns[-1]:
                 slopes.clear()
             query, *others = _arrived(coming)
@@ -373,13 +390,11 @@ class AttentionGroupMemory(GroupMemory):
             del query, both
             if turn.last:
                 pair = []
-            if found:
-                for number, one in enumerate(found):
-                    if wide > 1 and one.size == keys:
-                        found[number] = tape.new(wide * one.size)
-                    del one
-            else:
-                found = [*new]
+            if turn.first:
+                found = new
+            elif found[0].size < wide * keys:  # summed in float32
+                for number in range(2):
+                    found[number] = tape.new(wide * keys)
             del new
             self._homeward(dq)
             if turn.last:
@@ -390,53 +405,8 @@ class AttentionGroupMemory(GroupMemory):
                     del one
                     self._homeward(narrow)
         self._arrive()
-        return of_keys
-
-    def _slope(self, heads: int) -> None:
-        """Simulate the gradient of the output of `heads` query heads."""
-        how = self.sizes.sharing
-        self._out_slope(replace(how, heads=heads, kv_heads=1), heads / how.heads)
-
-
-class GatheredGroupMemory(AttentionGroupMemory):
-    """Attention in groups of heads under use_seq_parallel: queries, keys and values of all heads
-    are computed at once, and so is the output's gradient in the backward."""
-
-    def _gather(self) -> None:
-        how = self.sizes.sharing
-        self._qkv = [self.tape.new(how.bytes(n)) for n in (how.heads, how.kv_heads, how.kv_heads)]
-        self._first(how)
-
-    def _scales(self) -> list[Storage]:
-        self._gather()
-        return []
-
-    def _stay(self, needed: bool) -> list[Storage]:
-        found, self._qkv = self._qkv, []
-        return found if needed and self.sizes.recompute != "nothing" else []
-
-    def _made(self, turn: _Turn) -> list[Storage]:
-        how = self.sizes.sharing
-        if turn.queries == how.heads and how.row.ulysses == 1:  # all of them, as they lie
-            return [*self._qkv]
-        return self._storages(turn)
-
-    def _begin(self, saved: list[Storage]) -> list[Storage]:
-        if self.sizes.recompute == "nothing":
-            self._gather()
-        else:
-            self._qkv = [saved.pop(-3), saved.pop(-2), saved.pop()]
-        how = self.sizes.sharing
-        self._slopes = [self.tape.new(how.bytes(how.heads))]
-        return super()._begin(saved)
-
-    def _gradients(self, saved: list[Storage], slopes: list[Storage]) -> list[Storage]:
-        found = super()._gradients(saved, slopes)
         self._slopes, self._qkv = [], self._qkv[:1]  # the memory of the queries' gradient
-        return found
-
-    def _slope(self, heads: int) -> None:
-        pass
+        return of_keys
 
 
 def _given(found: GradientStorages, grads: GradientStorages) -> GradientStorages:
@@ -527,8 +497,7 @@ class LayerInGroups(Layer):
 
     def __init__(self, tape: LayerTape, sizes: LayerSizes) -> None:
         super().__init__(tape, sizes)
-        kind = StateGroupMemory if sizes.state else AttentionGroupMemory
-        self.groups = (GatheredGroupMemory if sizes.gathers else kind)(tape, sizes)
+        self.groups = (StateGroupMemory if sizes.state else AttentionGroupMemory)(tape, sizes)
 
     def first_half(self, hidden: Tensor) -> Tensor:
         s = self.sizes

@@ -6,7 +6,7 @@ The row is one causal document, whose tokens the algorithm assigns to ranks. Siz
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -15,7 +15,7 @@ from uspft.planner.memory.tape import Storage, Tape
 from uspft.segments import Segments
 from uspft.sequence.chunked import ChunkShares
 from uspft.sequence.rows.balance import balanced
-from uspft.sequence.rows.exchange import Arrival, Exchange
+from uspft.sequence.rows.exchange import Exchange
 from uspft.sequence.rows.share import Share, everyones
 from uspft.sequence.rows.spans import tokens_in
 
@@ -221,17 +221,40 @@ def _back(tape: Tape, share: Share, token: BytesPerToken, how: RowSharing) -> fl
     tokens, keys = share.holdings[me].tokens, share.keys[me].tokens
     dq = _Sum(tape, tokens, token.query, token.wide)
     dkv = _Sum(tape, keys, token.pair, token.wide)
-    last: RangeGradients = []
-    if how.stages is None or share.ring == 1:
-        last = _ring(tape, share, token, dq, dkv)
-    else:
-        _exchange(tape, share, _exchange_of(share, how), token, dq, dkv)
+    rings = how.stages is None or share.ring == 1
+    come = _round(tape, share, token) if rings else _exchanged(tape, share, how, token)
+    pending: list[tuple[Storage, Storage]] = []
+    """Gradients that leave, and the buffers of those that come."""
+    for here in come:
+        queries, partials = _kernel(tape, here.blocks, here.tokens, tokens, token)
+        here.held.clear()
+        dq.add(queries)
+        del queries
+        if not here.homes:
+            dkv.add(partials)
+            partials = partials if rings else []
+            continue
+        total = _Sum(tape, sum(here.sizes), token.pair, token.wide)
+        total.add(partials)
+        partials = []
+        parts = [total.result(stacked=True)]
+        if rings and pending:
+            dkv.open()
+            pending.clear()
+        if len(here.sizes) > 1:
+            parts[:] = [tape.new(token.pair * size) for size in here.sizes]
+        coming = (tape.new(token.pair * home) for home in here.homes)
+        pending += zip(parts, coming, strict=True)
+        del parts, coming
+    if pending:
+        dkv.open()
+    pending.clear()
     # The sums are rounded, first the keys' and then the queries'; between them comes the sinks'
     # gradient.
     rounded = dkv.result()
     tape.new(token.of_sinks * tokens)
-    queries = dq.result()
-    del rounded, queries, own, last, saved
+    queries_rounded = dq.result()
+    del rounded, queries_rounded, own, partials, saved
     return tape.most
 
 
@@ -322,41 +345,35 @@ def _kernel(
     return of_queries, of_keys
 
 
-def _ring(tape: Tape, share: Share, token: BytesPerToken, dq: _Sum, own: _Sum) -> RangeGradients:
-    """Simulate the backward of a ring: add to the gradients of queries and of a rank's own keys.
-    Returns the gradients that stay in memory until these are rounded."""
-    me, ring, tokens = share.ring_index, share.ring, share.holdings[share.ring_index].tokens
-    hand = [tape.new(token.pair * share.keys[me].tokens)] if ring > 1 else []
-    pending: tuple[Storage, Storage] | None = None
+class _KeysAtHand(NamedTuple):
+    """Keys that are present, and where their gradients go."""
+
+    blocks: Sequence[Block]
+    tokens: int
+    sizes: Sequence[int] = ()
+    """The tokens from each rank, to which gradients go; empty: the keys are the rank's own."""
+    homes: Sequence[int] = ()
+    """Of the gradients of own keys that each transfer brings, the tokens."""
+    held: list[Storage] = []  # noqa: RUF012
+    """What is freed as soon as their gradients are computed."""
+
+
+def _round(tape: Tape, share: Share, token: BytesPerToken) -> Iterator[_KeysAtHand]:
+    """Yield keys as they go round a ring, while the next ones come."""
+    me, ring = share.ring_index, share.ring
+    hand = tape.new(token.pair * share.keys[me].tokens * (ring > 1))
     for step in range(ring):
         source, following = ((me - s) % ring for s in (step, step + 1))
-        coming: list[Storage] = []
-        if step + 1 < ring:
-            comes = share.keys[following].tokens if share.hops[following] > step else 0
-            coming = [tape.new(token.pair * comes)]
-        keys = share.keys[source].tokens
-        queries, partials = _kernel(tape, share.blocks[source], keys, tokens, token)
-        dq.add(queries)
-        del queries
-        if source == me:
-            own.add(partials)
-        else:
-            part = _Sum(tape, tokens_in(share.places(me, source)), token.pair, token.wide)
-            part.add(partials)
-            del partials
-            leaving = part.result(stacked=True)
-            if pending:
-                own.open()
-                pending = None
-            home = tokens_in(share.places((me + step) % ring, me))
-            pending = leaving, tape.new(token.pair * home)
-            del leaving
-            partials = []
-        hand[:] = coming
+        comes = step + 1 < ring and share.hops[following] > step
+        coming = tape.new(token.pair * share.keys[following].tokens * comes)
+        of, to = [], []
+        if step:
+            of = [tokens_in(share.places(me, source))]
+            to = [tokens_in(share.places((me + step) % ring, me))]
+        yield _KeysAtHand(share.blocks[source], share.keys[source].tokens, of, to)
+        hand = coming
         del coming
-    if pending:
-        own.open()
-    return partials
+    del hand
 
 
 Parcels = dict[object, list[tuple[Storage, Storage]]]
@@ -379,50 +396,21 @@ def _arriving(tape: Tape, exchange: Exchange, token: BytesPerToken) -> Parcels:
     return parcels
 
 
-def _exchange(
-    tape: Tape, share: Share, exchange: Exchange, token: BytesPerToken, dq: _Sum, own: _Sum
-) -> None:
-    """Simulate the backward of an exchange: add to the gradients of queries and of a rank's own
-    keys as keys arrive."""
-    tokens, held = (each[share.ring_index].tokens for each in (share.holdings, share.keys))
-
-    def own_keys() -> None:
-        queries, keys = _kernel(tape, exchange.blocks_here, held, tokens, token)
-        dq.add(queries)
-        own.add(keys)
-
-    parcels = None if exchange.keep else _arriving(tape, exchange, token)
-    if parcels:
-        own_keys()
-    pending: list[tuple[Storage, Storage]] = []
+def _exchanged(
+    tape: Tape, share: Share, how: RowSharing, token: BytesPerToken
+) -> Iterator[_KeysAtHand]:
+    """Yield keys as an exchange brings them; own keys first, or last if the others were saved."""
+    exchange = _exchange_of(share, how)
+    own = _KeysAtHand(exchange.blocks_here, share.keys[share.ring_index].tokens)
+    parcels = {} if exchange.keep else _arriving(tape, exchange, token)
+    if not exchange.keep:
+        yield own
     for arrival in exchange.arrivals:
-        arrived, whole = sum(arrival.sizes), None
-        if parcels:
-            here = parcels.pop(arrival.leg)
-            whole = tape.new(token.pair * arrived) if len(here) > 1 else here[0][1]
-            del here
-        queries, partials = _kernel(tape, arrival.blocks, arrived, tokens, token)
-        del whole
-        dq.add(queries)
-        del queries
-        total = _Sum(tape, arrived, token.pair, token.wide)
-        total.add(partials)
-        del partials
-        pending += _sent(tape, exchange, arrival, [total.result(stacked=True)], token)
+        arrived, here = sum(arrival.sizes), parcels.pop(arrival.leg, [])
+        held = [tape.new(token.pair * arrived)] if len(here) > 1 else [got for _, got in here]
+        del here
+        homes = [exchange.leaving(distance, arrival.leg) for distance in arrival.leg.distances]
+        to = [*map(tokens_in, homes)]
+        yield _KeysAtHand(arrival.blocks, arrived, arrival.sizes, to, held)
     if exchange.keep:  # while others' gradients are sent
-        own_keys()
-    own.open()
-
-
-def _sent(
-    tape: Tape, exchange: Exchange, arrival: Arrival, parts: list[Storage], token: BytesPerToken
-) -> list[tuple[Storage, Storage]]:
-    """Return the gradients of an arrival's keys that are sent, and the buffers of those received.
-    parts: the keys' gradients as one tensor; changed in place."""
-    if len(arrival.sizes) > 1:
-        parts[:] = [tape.new(token.pair * size) for size in arrival.sizes]
-    homes = [exchange.leaving(distance, arrival.leg) for distance in arrival.leg.distances]
-    return [
-        (part, tape.new(token.pair * tokens_in(cuts)))
-        for part, cuts in zip(parts, homes, strict=True)
-    ]
+        yield own

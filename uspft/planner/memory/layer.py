@@ -15,7 +15,7 @@ from uspft.planner.memory.attention import InnerAttention, Remembered, attend, a
 from uspft.planner.memory.experts import ExpertsMemory, chosen
 from uspft.planner.memory.mesh import ProductOnMesh
 from uspft.planner.memory.operations import Angles, LayerTape, NormKind
-from uspft.planner.memory.sizes import OUTWARD, LayerSizes
+from uspft.planner.memory.sizes import LayerSizes
 from uspft.planner.memory.tape import Storage, Tensor
 from uspft.planner.products import SHARED_GATE
 
@@ -82,10 +82,11 @@ class Layer:
     ) -> Tensor:
         """Return the residual plus a block's output. norms: before and after the block."""
         hidden = self.norm(residual, norms[0])
-        hidden = self.norm(block(hidden), norms[1])
-        if self.sizes.kind.scaled:
-            hidden = self.tape.remade(hidden)
-        return self.tape.added(residual, hidden)
+        return self.plus(residual, self.norm(block(hidden), norms[1]))
+
+    def plus(self, residual: Tensor, made: Tensor) -> Tensor:
+        """Return the residual plus a block's output, multiplied by a constant in some families."""
+        return self.tape.added(residual, self.tape.remade(made) if self.sizes.kind.scaled else made)
 
     def norm(self, x: Tensor, name: str) -> Tensor:
         s = self.sizes
@@ -102,14 +103,8 @@ class Layer:
     def project(self, x: Tensor, name: str) -> Tensor:
         """Return a projection of x, including its adapter."""
         tape, s = self.tape, self.sizes
-        block = name.partition(".")[0]
-        inside = self.sizes.outputs(block)
-        if name in inside:
-            takes, gives = s.features, inside[name]
-        else:
-            takes, gives = s.inside(block), s.features
-        share = s.made_share(name)
-        size, made = x.size / takes * gives, round(share * gives)
+        takes, gives = s.matrix(name)
+        size, made = x.size / takes * gives, round(s.made_share(name) * gives)
         if not made:
             return Tensor(size, tape.new(0.0))
 
@@ -129,21 +124,20 @@ class Layer:
         tape, s = self.tape, self.sizes
         block = name.partition(".")[0]
         if not s.mesh_rows:
-            weight, bias = float(s.element * takes * gives), 0.0
-            if s.kind.qkv_bias and block == "self_attn":
-                bias = float(s.element * gives)
+            biased = s.kind.qkv_bias and block == "self_attn"
+            weight, bias = (float(s.element * n * gives) for n in (takes, biased))
             size = x.size / takes * gives
             return tape.linear(x, size, weight, trains=self._trains(name), bias=bias)
-        into = name != OUTWARD[block]
-        number = 2 * (block == "mlp") + (not into)
+        every = s.into(block)
+        number = 2 * (block == "mlp") + (name not in every)
         mesh = s.mesh_rows, s.tensor, s.slices[number]
         product = ProductOnMesh(tape, s.element, s.sharing.tokens, s.hidden, *mesh)
-        if not into:
+        if name not in every:
             return product.outward(tape.viewed(x), takes, trains=self._trains(name))
         if name not in self._made:
-            each = s.outputs(block)
-            made = product.inward(tape.viewed(x), [*each.values()], [*map(self._trains, each)])
-            self._made = dict(zip(each, made, strict=True))
+            outputs = [s.matrix(one)[1] for one in every]
+            made = product.inward(tape.viewed(x), outputs, [*map(self._trains, every)])
+            self._made = dict(zip(every, made, strict=True))
         return self._made.pop(name)
 
     def _adapted(self, x: Tensor, name: str, takes: int, size: float, gives: int) -> Tensor:
@@ -180,8 +174,7 @@ class Layer:
         query, other = tape.halves(self.project(x, "self_attn.q_proj"))
         gate = tape.remade(other)
         del other
-        if s.kind.turned:
-            query = s.kind.turned(tape, query, Angles(s.wide, s.kind.turned_share))
+        query = self._turned(query)
         return tape.multiplied(out, tape.gated(gate))
 
     def before(self, x: Tensor) -> list[Tensor]:
@@ -232,20 +225,21 @@ class Layer:
             query = self._normed(self.project(x, "self_attn.q_proj"), "q", s.sharing.heads, gate)
             key = self._normed(self.project(x, "self_attn.k_proj"), "k", s.sharing.kv_heads)
             value = tape.viewed(self.project(x, "self_attn.v_proj"))
-        if s.kind.turned:
-            again = s.kind.angle_bytes(s.sharing.dim, s.element) * s.sharing.tokens
-            own = tape.new(again) if s.kind.turned is LayerTape.turned_in_pairs else None
-            by = Angles(s.wide, s.kind.turned_share, own)
-            query, key = (s.kind.turned(tape, one, by) for one in (query, key))
-        return [query, key, value]
+        again = s.kind.angle_bytes(s.sharing.dim, s.element) * s.sharing.tokens
+        own = tape.new(again) if s.kind.turned is LayerTape.turned_in_pairs else None
+        return [self._turned(query, own), self._turned(key, own), value]
+
+    def _turned(self, x: Tensor, own: Storage | None = None) -> Tensor:
+        """Return queries or keys with rotary embeddings. own: the layer's own copy of these."""
+        kind, by = self.sizes.kind, Angles(self.sizes.wide, self.sizes.kind.turned_share, own)
+        return kind.turned(self.tape, x, by) if kind.turned else x
 
     def _each_turned(self, x: Tensor) -> list[Tensor]:
         """Return queries, keys and values, each transposed as soon as it is computed (Gemma 4)."""
         tape, s = self.tape, self.sizes
-        assert s.kind.turned
-        heads, by = s.sharing.kv_heads, Angles(s.wide, s.kind.turned_share)
+        heads = s.sharing.kv_heads
         query = self._normed(self.project(x, "self_attn.q_proj"), "q", s.sharing.heads)
-        query = s.kind.turned(tape, query, by)
+        query = self._turned(query)
         if s.borrows:
             return [query, *self.pair]
         made = self.project(x, "self_attn.k_proj")
@@ -253,7 +247,7 @@ class Layer:
         value = tape.viewed(made if alike else self.project(x, "self_attn.v_proj"))
         key = self._normed(made, "k", heads)
         del made
-        key = s.kind.turned(tape, key, by)
+        key = self._turned(key)
         number = s.sharing.tokens * heads
         value = norm(tape, s, value, number, trains=False, split=False, weighs=False)
         if s.lends:

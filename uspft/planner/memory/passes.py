@@ -114,8 +114,7 @@ def layer_bytes(
         return LayerBytes(kept, most, kept, lets_go=lets_go, lent=lent - before, moved=tape.moved)
     with tape.first_run():
         out = layer(hidden[0])
-    trains = out.node is not None
-    del out
+    out.storage, trains = None, out.node is not None
     tape.most += beside
     if isinstance(layer, LayerInGroups):
         layer.groups.waits()
@@ -123,10 +122,9 @@ def layer_bytes(
     if trains:
         # The input that came back from the host is freed with the second run.
         then, others = hidden.clear if sizes.offloads else lambda: None, tape.new(later.others)
-        tape.second_run(lambda: [layer(hidden[0]), *received()], then)
+        tape.second_run([out, *received()], lambda: layer(hidden[0]), then)
         del others
-    held = sum({id(one): one.size for one in tape.stays}.values())
-    held += sizes.pair_bytes * sizes.lends
+    held = sum(one.size for one in tape.stays) + sizes.pair_bytes * sizes.lends
     kept, held = (kept, held) if trains else (0.0, 0.0)
     return LayerBytes(kept, tape.most, held, moved=tape.moved)
 
@@ -346,14 +344,12 @@ class ChunkKeys(NamedTuple):
 
 @dataclass(frozen=True)
 class PassBytes:
-    """The activation memory of one micro-batch, or of its largest chunk, on a rank that has every
+    """The activation memory of one micro-batch, or of a chunk of it, on a rank that has every
     layer."""
 
     layers: tuple[LayerBytes, ...]
     head: LayerBytes
     """Of the last norm, the head and the loss."""
-    any_head: LayerBytes
-    """The part of that which a chunk of any size takes, such as the head's weight gradient."""
     hidden: float
     """Of the hidden states between layers, which stages send one another."""
     angles: float
@@ -431,10 +427,6 @@ def pass_bytes(
         scaled=shape.full.get("logits_scaling", 1.0) != 1.0,
     )
     loss = head_bytes(head, reached=reached)
-    any_head = LayerBytes(0.0, 0.0)
-    if layout.pipeline > 1:  # negligible for a single token
-        one_token = replace(head.layer, sharing=replace(head.layer.sharing, tokens=1))
-        any_head = head_bytes(replace(head, layer=one_token), reached=reached)
     tokens = kinds[0].sharing.tokens
     angles = tokens * kinds[0].kind.angle_bytes(shape.head_dim, options.element)
     embedded = entry.moved + embedding_moved(
@@ -451,7 +443,6 @@ def pass_bytes(
     one = PassBytes(
         tuple(each),
         LayerBytes(loss.kept, balanced, moved=loss.moved),
-        any_head,
         kinds[0].between_bytes(),
         float(angles),
         LayerBytes(stays + entry.kept, stays + entry.most, held=stays + entry.kept, moved=embedded),
@@ -459,13 +450,14 @@ def pass_bytes(
         tuple(map(bool, keeps)),
         tuple(map(_bare, alone)),
         routers,
+        tuple(map(_chunk_keys, kinds)) if options.schedule.chunks > 1 else (),
     )
     return one, BATCH_BYTES * tokens + index_bytes(layout, options, tokens)
 
 
-def chunk_keys(layer: LayerSizes) -> ChunkKeys:
-    """Return the bytes of the largest chunk's keys and values in a layer, or of the state that it
-    passes to the next chunk; the state's gradient is not counted. layer: of that chunk."""
+def _chunk_keys(layer: LayerSizes) -> ChunkKeys:
+    """Return the bytes of a chunk's keys and values in a layer, or of the state that it passes to
+    the next chunk; the state's gradient is not counted."""
     if layer.state:
         of = layer.state.sizes
         return ChunkKeys(float(of.values * of.key_dim * of.value_dim * WIDE), 0.0, 0.0)

@@ -2,22 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from uspft.families import NO_KEYS, ModelShape, StateSizes, layer_blocks, layer_windows, state_sizes
-from uspft.families.projections import BEHIND, STATE_LAYER
+from uspft.families import (
+    FAMILIES,
+    NO_KEYS,
+    ModelShape,
+    StateSizes,
+    layer_blocks,
+    layer_windows,
+    state_sizes,
+)
+from uspft.families.projections import (
+    BEHIND,
+    COLUMNS,
+    GATED_QUERY,
+    INNER,
+    KV,
+    QUERY,
+    ROWS,
+    SHARED,
+    STATE_GROUP,
+    STATE_LAYER,
+    STATE_VALUE,
+    Projection,
+)
 from uspft.pipeline.stages import first_layers
 from uspft.planner.expert_traffic import ranks_met
-from uspft.planner.layer_kinds import LLAMA, SHARED_EXPERT, LayerKind, layer_kinds
+from uspft.planner.layer_kinds import LayerKind, layer_kinds
 from uspft.planner.memory.in_flight import ROWS_WALKED, BytesPerToken, RowSharing, Window
 from uspft.planner.memory.operations import INDEX, WIDE
 from uspft.planner.products import (
+    PROJECTION_WORDS,
     SHARED_GATE,
     inner_features,
     inner_matrices,
-    state_projections,
+    state_features,
 )
 from uspft.planner.stages import stages_of
 from uspft.planner.step_shape import DrawnRows
@@ -28,9 +50,6 @@ if TYPE_CHECKING:
     from uspft.layout import Layout
     from uspft.planner.options import Options
 
-OUT = "self_attn.o_proj"
-OUTWARD = {"self_attn": OUT, "mlp": "mlp.down_proj"}
-"""The projection out of each block that may be on a mesh."""
 FRAGMENTS = 2
 """Fragments of a document on a ring rank: one near its beginning and one near its end."""
 
@@ -93,28 +112,10 @@ class StateHeads:
     """The sizes on this tensor rank."""
     ulysses: int
     ring: int
-    into: tuple[tuple[str, int], ...]
-    """The names of the projections into it, with their output features."""
-    out: str
-    """The name of the projection out of it."""
     index: float | None = None
     """As in Sharing."""
     rows: int = 1
     """The rows of a micro-batch, each one document."""
-
-    @property
-    def norm(self) -> str:
-        return "o_norm" if self.separate else "norm"
-
-    @property
-    def grouped(self) -> bool:
-        """Whether one projection has everything of a key head, as in Qwen3-Next."""
-        return f"{STATE_LAYER}.in_proj_qkvz" in dict(self.into)
-
-    @property
-    def separate(self) -> bool:
-        """Whether queries, keys and values have separate projections, as in OLMo Hybrid."""
-        return f"{STATE_LAYER}.q_proj" in dict(self.into)
 
     @property
     def inside(self) -> StateSizes:
@@ -149,9 +150,8 @@ class StateHeads:
 
     def group(self, keys: int) -> StateHeads:
         """Return the sizes for only `keys` key heads, with their value heads."""
-        share, values = keys / self.sizes.keys, keys * (self.sizes.values // self.sizes.keys)
-        into = tuple((name, round(share * features)) for name, features in self.into)
-        return replace(self, sizes=self.sizes._replace(keys=keys, values=values), into=into)
+        values = keys * (self.sizes.values // self.sizes.keys)
+        return replace(self, sizes=self.sizes._replace(keys=keys, values=values))
 
     def bytes(self, features: float, element: int = 0) -> float:
         """Return the bytes of this many features of this rank's tokens."""
@@ -199,7 +199,9 @@ class LayerSizes:
     hidden: int
     inner: int
     """Features of the MLP, or of the expert that every token uses; 0 without either."""
-    kind: LayerKind = LLAMA
+    kind: LayerKind
+    family: str
+    """The model type."""
     tensor: int = 1
     """Tensor parallel ranks, or mesh columns."""
     splits_tokens: bool = False
@@ -286,17 +288,45 @@ class LayerSizes:
         return STATE_LAYER if self.state else "self_attn"
 
     @property
+    def table(self) -> Mapping[str, Projection]:
+        """How the family's projections are divided."""
+        return FAMILIES[self.family].projections
+
+    @property
     def out(self) -> str:
         """The name of its output projection."""
-        return self.state.out if self.state else OUT
+        (found,) = (name for name in self._of(self.block) if self.table[name].dim == ROWS)
+        return found
 
-    def inside(self, block: str) -> int:
-        """Return the input features of a block's output projection."""
-        if block == STATE_LAYER and self.state:
-            return self.state.values
-        if block == "per_layer_projection":
-            return self.embedding
-        return self.sharing.heads * self.sharing.dim if block == "self_attn" else self.inner
+    def _of(self, block: str) -> list[str]:
+        """Return the names of a block's projections that tensor ranks divide."""
+        every = (name for name in self.table if name.startswith(f"{block}."))
+        absent = ("self_attn.v_proj",) if self.kind.keys_are_values else ()
+        return [name for name in every if name.endswith(PROJECTION_WORDS) and name not in absent]
+
+    def into(self, block: str) -> list[str]:
+        """Return the names of the projections into a block that tensor ranks divide."""
+        return [name for name in self._of(block) if self.table[name].dim == COLUMNS]
+
+    def matrix(self, name: str) -> tuple[int, int]:
+        """Return the input and output features of a projection on this rank."""
+        each, every, whole = self.embedding, self.embeddings, self.features
+        alone = {"input_gate": (whole, each), "projection": (each, whole)}
+        alone |= {"model_projection": (whole, every), SHARED_GATE: (whole, 1)}
+        if (known := name.removeprefix("per_layer_")) in alone:
+            return alone[known]
+        one, rows = self.table[name], self._rows
+        split = sum(rows[unit] for unit in one.blocks)
+        return (whole, split) if one.dim == COLUMNS else (split, whole)
+
+    @property
+    def _rows(self) -> dict[str, int]:
+        """The features on this rank of what tensor ranks divide."""
+        how = self.sharing
+        queries, inner = how.heads * how.dim, self.inner
+        found = {QUERY: queries, GATED_QUERY: 2 * queries, INNER: inner, SHARED: inner}
+        found[KV] = how.kv_heads * how.dim
+        return found | (state_features(self.state.sizes) if self.state else {})
 
     @property
     def in_halves(self) -> bool:
@@ -327,8 +357,9 @@ class LayerSizes:
         alone = replace(self, sharing=of, state=state, tile=None, tensor=ranks, splits_tokens=split)
         return replace(alone, at_once=None, use=use, some_heads=self.tensor > 1)
 
-    def weights(self, name: str, takes: int, gives: int) -> float:
+    def weights(self, name: str) -> float:
         """Return the bytes of a projection's weights that train."""
+        takes, gives = self.matrix(name)
         own = takes * gives if name in self.trained else 0
         return float(self.element * (own + self.rank * (takes + gives) * (name in self.adapted)))
 
@@ -341,35 +372,15 @@ class LayerSizes:
         """Return the bytes of all features of the tokens inside of blocks."""
         return float(self.sharing.tokens * self.hidden * self.element)
 
-    def outputs(self, block: str) -> dict[str, int]:
-        """Return the output features of each projection into a block."""
-        how = self.sharing
-        queries, keys = how.heads * how.dim, how.kv_heads * how.dim
-        if block == "self_attn" and self.kind.fused:
-            return {"self_attn.qkv_proj": queries + 2 * keys}
-        if block == STATE_LAYER and self.state:
-            return dict(self.state.into)
-        if block == "self_attn":
-            both = (1 + self.kind.gated) * queries
-            kinds = {"q": both, "k": keys} | ({} if self.kind.keys_are_values else {"v": keys})
-            return {f"self_attn.{one}_proj": size for one, size in kinds.items()}
-        if block.startswith("per_layer"):
-            gate, model = "per_layer_input_gate", "per_layer_model_projection"
-            return {gate: self.embedding, model: self.embeddings}
-        if self.kind.fused:
-            return {"mlp.gate_up_proj": 2 * self.inner}
-        into = {f"{self.mlp}.gate_proj": self.inner, f"{self.mlp}.up_proj": self.inner}
-        return into | ({SHARED_GATE: 1} if self.mlp == SHARED_EXPERT else {})
-
     def made_share(self, name: str) -> float:
         """Return the share of a projection's features that are computed, not zeros."""
         if not self.use or name == self.out:
             return 1.0
-        behind = float(name in (f"{STATE_LAYER}.in_proj_z", f"{STATE_LAYER}.g_proj"))
-        if name == "self_attn.q_proj" and self.kind.gated:
+        behind, units = float(name.endswith((".in_proj_z", ".g_proj"))), self.table[name].blocks
+        if GATED_QUERY in units:
             behind = 0.5
-        elif name == f"{STATE_LAYER}.in_proj_qkvz" and self.state:
-            behind = self.state.values / dict(self.state.into)[name]
+        elif STATE_GROUP in units:
+            behind = self._rows[STATE_VALUE] / self._rows[STATE_GROUP]
         return behind if self.use == BEHIND else 1.0 - behind
 
     @property
@@ -393,7 +404,11 @@ def layers_of(
     met = ranks_met(shape, layout.experts)
     experts = Experts(down.inputs, down.copies, down.per_token, layout.experts, met)
     known: dict[tuple[object, ...], LayerSizes] = {}
-    found = []
+    found, of_states = [], state_sizes(shape)
+    degrees, rows = (layout.ulysses, layout.ring), options.micro_batch
+    state = of_states and StateHeads(
+        options.element, tokens, of_states.on(columns), *degrees, index, rows
+    )
     own, blocks = shape.layers - shape.borrowers, layer_blocks(shape)
     lenders = {window: number for number, window in enumerate(windows[:own]) if shape.borrowers}
     of_layers = zip(layer_kinds(shape), windows, trains, blocks, strict=True)
@@ -421,6 +436,7 @@ def layers_of(
                 shape.hidden_size,
                 inner_features(of, columns, experts=bool(kind.router)),
                 kind,
+                shape.model_type,
                 columns,
                 options.use_seq_parallel and not layout.is_mesh,
                 mesh_rows=layout.mesh_rows if layout.is_mesh else 0,
@@ -430,7 +446,7 @@ def layers_of(
                 adapted=trained.adapters,
                 rank=lora.rank if lora else 0,
                 dropout=bool(lora and lora.dropout),
-                state=_heads(shape, layout, options, tokens) if window == NO_KEYS else None,
+                state=state if window == NO_KEYS else None,
                 tile=options.mlp_tile,
                 at_once=options.at_once,
                 recompute=options.recompute if number in again else None,
@@ -478,19 +494,3 @@ def saved_index(layout: Layout, options: Options, tokens: int) -> float | None:
     """Return what a layer saves of the index, or of its inverse, as in Sharing."""
     size = index_bytes(layout, options, tokens)
     return size / 2 * options.offload_activations if size else None
-
-
-def _heads(shape: ModelShape, layout: Layout, options: Options, tokens: int) -> StateHeads:
-    """Return the heads of a model's layers with a state.
-
-    tokens: of one rank.
-    """
-    sizes, columns = state_sizes(shape), layout.mesh_columns
-    assert sizes
-    every = {name: one.on(columns) for name, one in state_projections(shape).items()}
-    into = tuple((name, one.outputs) for name, one in every.items() if one.splits == "outputs")
-    (out,) = every.keys() - dict(into)
-    degrees = layout.ulysses, layout.ring
-    index = saved_index(layout, options, tokens)
-    rows = options.micro_batch
-    return StateHeads(options.element, tokens, sizes.on(columns), *degrees, into, out, index, rows)

@@ -27,16 +27,12 @@ class StateLayer(Layer):
 
         x: the layer's input. out: the delta rule's output.
         """
-        _, gate, *held = self._before_rule(x)
-        found = self._by_gate(x, out, gate)
-        del held
-        return found
+        every = self._before_rule(x)
+        return self._by_gate(x, out, every[1])
 
     def before(self, x: Tensor) -> list[Tensor]:
         """Return the inputs of the convolution, and both gates."""
-        found, *held = self._before_rule(x)
-        del held
-        return found
+        return self._before_rule(x)[0]
 
     def _attended(self, x: Tensor) -> Tensor:
         tape, of = self.tape, self._heads
@@ -54,7 +50,7 @@ class StateLayer(Layer):
         tape, of = self.tape, self._heads
         gate = gate or self.project(x, f"{STATE_LAYER}.g_proj")
         number, wide = float(of.tokens * of.sizes.values), of.bytes(of.values, WIDE)
-        trains = self._trains(f"{STATE_LAYER}.{of.norm}")
+        trains = self._any_trains(f"{STATE_LAYER}.norm", f"{STATE_LAYER}.o_norm")
         normed = tape.rms_norm(out, wide, number, NormKind(), trains=trains)
         act = tape.bent(gate if gate.size == wide else tape.remade(gate, wide))
         made = tape.multiplied(normed, act, wide)
@@ -66,12 +62,13 @@ class StateLayer(Layer):
     ) -> tuple[list[Tensor], Tensor | None, list[Tensor]]:
         """Return the rule's inputs, the output's gate if it is computed before, and what the
         model's forward references until it is done."""
-        tape, of = self.tape, self._heads
+        tape, of, into = self.tape, self._heads, self.sizes.into(STATE_LAYER)
         held: list[Tensor] = []
         gate: Tensor | None = None
-        if of.separate:
+        separate = f"{STATE_LAYER}.q_proj" in into
+        if separate:
             every = tape.joined([self.project(x, f"{STATE_LAYER}.{one}_proj") for one in "qkv"])
-        elif of.grouped:
+        elif len(into) == 2:  # everything of a key head
             every, gate, replaced, kept = self._by_key_heads(x, held)
         else:
             every, gate, replaced, kept = (
@@ -80,7 +77,7 @@ class StateLayer(Layer):
         every = convolve(every) if convolve else every
         del held[2:]
         query, key, value = tape.parted(every, of.taken(of.sizes)[:3])
-        if of.separate:
+        if separate:
             replaced = tape.remade(tape.gated(self.project(x, f"{STATE_LAYER}.b_proj")))
             taken = [self._decay(self.project(x, f"{STATE_LAYER}.a_proj")), replaced]
         else:
@@ -93,7 +90,7 @@ class StateLayer(Layer):
         one projection has everything of a key head. held: receives what the forward references
         until its end, followed by what it references until the convolution is done."""
         tape, of = self.tape, self._heads
-        both, gates = (self.project(x, name) for name, _ in of.into)
+        both, gates = (self.project(x, name) for name in self.sizes.into(STATE_LAYER))
         queries, keys, values = of.taken(of.sizes)[:3]
         query, key, value, gate = tape.parted(both, [queries, keys, values, values])
         replaced, kept = tape.halves(gates)
@@ -238,7 +235,5 @@ def _over_heads(
     """
     if of.ulysses == 1:
         return inner(parts)
-    inside = inside_heads(tape, parts, of)
-    made = inner(inside)
-    del inside
+    made = inner(inside_heads(tape, parts, of))
     return at_home(tape, made, of.bytes(of.values), of)

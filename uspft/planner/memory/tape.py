@@ -80,8 +80,7 @@ class Tape:
         self._numbers = 0
         self.keeps = self._grows = True
         """Whether tensors are saved for a backward: not in a checkpointed layer's first run."""
-        self._saves, self._last_save = 0, -1
-        self._sizeless = False
+        self._saves, self._last_save, self._begin = 0, -1, 0
         self._parameters: list[TapeNode] | None = None
         self._nodes: dict[int, TapeNode] | None = None
 
@@ -92,7 +91,7 @@ class Tape:
     @property
     def _ended(self) -> bool:
         """Whether recomputation has already stopped."""
-        return self._sizeless or self._saves == self._last_save
+        return self._saves == self._last_save
 
     def moves(self, size: float) -> None:
         """Count bytes that an operation reads and writes."""
@@ -108,9 +107,10 @@ class Tape:
         finally:
             self._alike = before
 
-    def hold(self, *storages: Storage) -> None:
-        """Keep alive storages that autograd functions have as attributes, even in a first run."""
-        self.stays += [] if self.keeps else storages
+    def hold(self, storage: Storage) -> None:
+        """Keep alive a storage that autograd functions have as an attribute, even in a first
+        run."""
+        self.stays += [] if self.keeps else [storage]
 
     def leaf(self, size: float, storage: Storage | None = None) -> Tensor:
         """Return a leaf whose gradient is stored. storage: None: a new one."""
@@ -150,8 +150,8 @@ class Tape:
         storages = list(made) if made is not None else [self.new(size) for size in sizes]
         if not needed:
             return [Tensor(*each) for each in zip(sizes, storages, strict=True)]
-        edges = [(one.node, one.slot) for one in inputs] if self.keeps else []
-        run = backward if self.keeps else None
+        edges = [(one.node, one.slot) for one in inputs]
+        run = backward if self.keeps or not saves else None
         node = self._node(edges, run, outputs=len(storages), saves=saves)
         node.held, node.moves = tuple(keeps) if self.keeps else (), moves[1]
         each = zip(sizes, storages, range(len(storages)), strict=True)
@@ -175,29 +175,29 @@ class Tape:
     @contextmanager
     def first_run(self) -> Iterator[None]:
         """Save nothing for the backward within the `with` block, as in a checkpoint's first run."""
-        self._saves, self.keeps = 0, False
+        self._saves, self._begin, self.keeps = 0, self._numbers, False
         try:
             yield
         finally:
             self.keeps = True
 
-    def second_run(self, run: Callable[[], list[Tensor]], then: Callable[[], None]) -> None:
+    def second_run(
+        self, made: list[Tensor], run: Callable[[], Tensor], then: Callable[[], None]
+    ) -> None:
         """Recompute what ran within `first_run` until the last tensor is saved, and then run its
         backward; operations whose backward uses no saved tensors run before the recomputation.
 
-        run: returns the tensors whose gradients are there. then: called between the two.
+        made: the first run's tensors whose gradients are there; the list is emptied. run: runs it
+        again. then: called between the two.
         """
-        last, begin, self._sizeless = self._saves, self._numbers, True
-        self._saves = 0
-        made = run()
-        self._sizeless = False
         pending = _Pending(self, made)
+        made.clear()
         pending.run(until_saved=True)
         early = pending.left()
-        del made, pending
-        again, self._nodes = self._numbers - begin, {}
-        self._last_save, self._saves = last, 0
-        made = run()
+        del pending
+        begin, again, self._nodes = self._begin, self._numbers - self._begin, {}
+        self._last_save, self._saves = self._saves, 0
+        out = run()
         nodes, self._nodes, self._last_save = self._nodes, None, -1
         then()
         pending = _Pending(self)
@@ -205,7 +205,7 @@ class Tape:
             node, gradients = early.pop()
             pending.waits(node if node.number < begin else nodes[node.number + again], gradients)
             del node, gradients
-        del made, nodes
+        del out, nodes
         self.recomputed = True
         pending.run()
         self.recomputed = False
@@ -225,7 +225,9 @@ class Tape:
 
         collects: whether the gradients of its parameters are stored, in the yielded nodes.
         """
+        # Its nodes have numbers of their own: a graph of a first run is not made in the second.
         before = self.keeps, self._saves, self._last_save, self._parameters, self.recomputed
+        number = self._numbers
         self.keeps, self._last_save, self.recomputed = True, -1, False
         found: list[TapeNode] = []
         self._parameters = found if collects else None
@@ -233,6 +235,7 @@ class Tape:
             yield found
         finally:
             self.keeps, self._saves, self._last_save, self._parameters, self.recomputed = before
+            self._numbers = number
 
     def backward(self, made: Tensor, gradient: Storage, others: Sequence[Tensor] = ()) -> None:
         """Run the backward from a tensor, which leaves gradients at the leaves. others: tensors

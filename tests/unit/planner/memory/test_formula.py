@@ -277,13 +277,13 @@ COPIES: dict[str, tuple[Layout, str, dict[str, Any]]] = {
     "ring, copies": (Layout(mesh_columns=2, ring=2), "ring_cp", in_copies(4, splits=False)),
 }
 FEW_IN_COPIES = [
-    Case("many heads", "tokens, copies", "none, tiles", "all", "bfloat16"),
+    Case("many heads", "tokens, copies", "none", "all", "bfloat16"),
     Case("many heads", "tokens, copies", "offload", "all", "bfloat16"),
     Case("gemma2", "ring, copies", "none", "all", "bfloat16"),
     Case("llama", "ring, copies", "nothing", "no mlp", "bfloat16"),
     Case("qwen3", "tokens, copies", "nothing", "lora", "bfloat16"),
     Case("gemma2", "ring, copies", "nothing", "all", "bfloat16"),
-    Case("many heads", "ring, copies", "attention, tiles", "all", "bfloat16"),
+    Case("many heads", "ring, copies", "attention", "all", "bfloat16"),
 ]
 
 

@@ -226,7 +226,7 @@ def test_offloaded_layers_and_rotary_angles_are_counted() -> None:
     held, angles = replace(one, layers=layers), replace(one, angles=one.angles + more)
     for rank, others in ((0, 1), (1, 0)):
         before, stays, turned = (
-            rank_bytes(each, stages, schedule, 4, rank) for each in (one, held, angles)
+            rank_bytes([each], stages, schedule, 4, rank) for each in (one, held, angles)
         )
         of_layers = 16 * more
         assert stays.kept - before.kept == others * of_layers
