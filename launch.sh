@@ -152,4 +152,5 @@ unset USPFT_INSTALLED
 [[ $1 != check && $1 != plan ]] || export PYTHONDONTWRITEBYTECODE=1
 # The caller's directory is no place to import from: a folder `datasets` there would win.
 export PYTHONSAFEPATH=1
+export PYTHONUTF8=1   # recipes and lines are UTF-8, and a Latin-1 terminal would end a run at `→`
 exec ${held[@]+"${held[@]}"} "$python" -S "$root/uspft/__main__.py" "$@"   # -S: see there

@@ -104,6 +104,9 @@ OVERRIDES: dict[str, tuple[Any, tuple[str, ...]]] = {
     "rms_norm_eps": ("small", ("cannot be `small`",)),
     "head_dim": (15, ("head_dim 15 is odd", "write an even number")),
     "torch_dtype": ("float32", ("leave it out: `model.dtype` rules it",)),
+    "_attn_implementation": ("eager", ("LlamaConfig has no such field",)),
+    "rope_scaling": ({"rope_type": "yarn"}, ("write model.rope_scaling: {rope_type: ",)),
+    "rope_theta": (1e6, ("write model.rope_scaling: {rope_type: default, rope_theta: …}",)),
 }
 
 

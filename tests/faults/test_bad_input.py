@@ -305,6 +305,7 @@ WORDS: dict[str, tuple[list[str], tuple[str, ...]]] = {
     "value": (["recipe.yaml", "seed=x"], ("command line: seed: ", '"x"')),
     "missing recipe": (["nowhere.yaml"], ("nowhere.yaml:1: does not exist; ",)),
     "folder": (["."], (".:1: is a folder; name a YAML file",)),
+    "shipped": (["quickstart"], ("copy the shipped recipe of that name: recipes quickstart",)),
     "export": (["export", "nowhere"], ("command line: nowhere: does not exist; name an output",)),
     "export what": (["export", "."], ("command line: .: holds no checkpoint; name an output",)),
     "export how": (["export", ".", "dtype=x"], ("dtype=x: export takes to=FOLDER and base=PLACE",)),

@@ -30,7 +30,7 @@ install = load()
 # What the program was given, as JSON on stdout.
 PROGRAM = """
 import json, os, sys
-names = ("PYTHONDONTWRITEBYTECODE", "USPFT_INSTALLED", "USPFT_PROGRAM")
+names = ("PYTHONDONTWRITEBYTECODE", "PYTHONUTF8", "USPFT_INSTALLED", "USPFT_PROGRAM")
 shown = {name: os.environ[name] for name in names if name in os.environ}
 print(json.dumps({"argv": sys.argv[1:], "cwd": os.getcwd(), "python": sys.executable, **shown}))
 """

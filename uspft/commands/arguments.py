@@ -20,6 +20,7 @@ from packaging.requirements import Requirement
 
 from uspft.called import to_type
 from uspft.config import InputError
+from uspft.config.loading import SHIPPED
 from uspft.config.messages import closest
 from uspft.config.problems import UsageError
 
@@ -226,7 +227,8 @@ def _arguments(verb: str, words: list[str]) -> tuple[Path, list[str], dict[str, 
     if "=" in rest[0] and not os.path.exists(rest[0]):
         remedy = f"write {to_type(os.environ, verb, wanted, rest[0])}"
         raise UsageError(rest[0], "comes before the target", remedy)
-    if verb not in OF_OUTPUT and re.fullmatch(r"\w+", rest[0]) and not os.path.exists(rest[0]):
+    named = os.path.exists(rest[0]) or (SHIPPED / f"{rest[0]}.yaml").is_file()
+    if verb not in OF_OUTPUT and re.fullmatch(r"\w+", rest[0]) and not named:
         near = closest(rest[0], VERBS)
         remedy = f"did you mean `{near}`?" if near else f"verbs are {', '.join(VERBS)}"
         raise UsageError(rest[0], "is neither a verb nor a recipe", remedy)

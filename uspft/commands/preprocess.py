@@ -15,6 +15,7 @@ from uspft.launcher.hosts import planned_hosts
 from uspft.layout import as_processes
 from uspft.metrics import as_size
 from uspft.prepare.examine import examine
+from uspft.prepare.files import find_paths
 from uspft.prepare.host import Invocation
 from uspft.prepare.make_job import prepare_data, with_model
 
@@ -28,7 +29,7 @@ def preprocess(
     """
     screen = Console(highlight=False, soft_wrap=True)
     if clean:
-        _empty(place.data_cache(load(target, overrides).recipe), screen)
+        _empty(place.data_cache(find_paths(load(target, overrides)).recipe), screen)
         return 0
     found = examine(target, overrides, planned_hosts(place.environment), place.ranks, trains=False)
     with found.placed():

@@ -100,7 +100,7 @@ def read(path: Path, overrides: Sequence[str] = ()) -> Loaded:
     raw = bare(tree)
     _require_ours(path, raw, origins)
     findings, meant = unknown_keys(raw)
-    misnamed = meant - origins.places.keys()
+    misnamed = meant - (origins.places.keys() - {key for key, *_ in findings})
     recipe, wrong = _validated(_without(raw, {key for key, *_ in findings}), misnamed)
     # A value that YAML could not read has its problem already.
     misread = {(problem.where, problem.key) for problem in problems}
@@ -243,6 +243,10 @@ def unknown_keys(raw: dict[str, Any]) -> tuple[list[Finding], set[str]]:
 def _meant(key: str, value: Any, at: str, pattern: str) -> tuple[str, set[str]]:
     """Return the remedy for an unknown key, and the known keys that it stands for."""
     siblings = tuple(mappings()[pattern])
+    above, dot, last = join(at, key).rpartition(".")
+    if dot and "." in key and last in mappings().get(above, ()):
+        remedy = f"dots are for the command line: write `{last}` below `{above}`"
+        return remedy, {join(above, last)}
     theirs = hint_of(key, pattern, value)
     if theirs is not None:
         return theirs.remedy, set(theirs.to)
@@ -348,6 +352,9 @@ def _found_instead(path: Path) -> str:
     """Return what to write in place of a file that does not exist."""
     if (SHIPPED / f"{path.name}.yaml").is_file():
         return f"to copy the shipped recipe of that name: recipes {path.name}"
+    for depth in (2, 3):  # recipes/… and configs/zero/…
+        if (ours := SHIPPED.parent.joinpath(*path.parts[-depth:])).is_file():
+            return f"write {ours}"
     near = closest(path.name, [one.name for one in path.parent.glob("*.y*ml")], 0.85)
     return f"did you mean `{path.parent / near}`?" if near else "check the path"
 

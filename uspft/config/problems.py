@@ -146,6 +146,12 @@ class Origins:
             key = key[: max(key.rfind("."), key.rfind("["), 0)]
         return self.places.get(key, f"{self.file}:1")
 
+    def file_of(self, key: str) -> str | None:
+        """Return the file in which a key, or its nearest parent, was written; None: the command
+        line."""
+        file, _, _ = self.where(key).rpartition(":")
+        return file or None
+
     def problem(self, key: str, what: str, remedy: str) -> Problem:
         """Return a finding as a Problem, with the place of its key."""
         return Problem(self.where(key), key, what, remedy)

@@ -171,10 +171,11 @@ A key stands in the recipe, in a fragment that `base` names, or on the command l
 `key.path=value` wins; there `key.path=null` is null where that is allowed, and else takes the key \
 out, so that its default holds. Mappings merge; lists and single values replace what stood there \
 before. Paths under `base` begin at the file that names them. Other files that a run reads are \
-looked for beside the recipe, then from the folder in which the command runs; what a run writes \
-begins there. `1e-5` and `1_000` are numbers. Where tokens are counted, k and m are binary: `4k` \
-is 4,096. A key that does not exist, a value that is not allowed and a combination that cannot run \
-are errors, each named with its file and line.
+looked for beside the recipe, then from the folder in which the command runs, then beside the \
+fragment that names them; what a run writes begins where the command runs. A leading `~` is the \
+home folder; variables such as `$HOME` are not read. `1e-5` and `1_000` are numbers. Where tokens \
+are counted, k and m are binary: `4k` is 4,096. A key that does not exist, a value that is not \
+allowed and a combination that cannot run are errors, each named with its file and line.
 
 A recipe has to have `model.name_or_path` or `model.config`, `data.train`, \
 `data.sequence_length`, `training.global_batch_size`, and `training.steps` or `training.epochs`.

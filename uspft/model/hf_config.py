@@ -25,6 +25,10 @@ RULED = {
     "dtype": "leave it out: `model.dtype` rules it",
     "torch_dtype": "leave it out: `model.dtype` rules it",
     "model_type": "name another model",
+    **dict.fromkeys(
+        ("rope_theta", "rope_scaling"),
+        "write model.rope_scaling: {rope_type: default, rope_theta: …}, or another type",
+    ),
 }
 """Fields that model.overrides cannot set, and what to write instead."""
 
@@ -148,7 +152,7 @@ def _override(config: Any, field: str, value: Any) -> tuple[str, str] | None:
     """Set one field of a config; return what is wrong and the remedy if that fails."""
     if field in RULED:
         return "cannot be overridden", RULED[field]
-    if not hasattr(config, field) or callable(getattr(config, field)):
+    if field.startswith("_") or callable(getattr(config, field, callable)):
         near = closest(field, tuple(config.to_dict()))
         remedy = f"did you mean `{near}`?" if near else "look at the model's config.json"
         return f"{type(config).__name__} has no such field", remedy

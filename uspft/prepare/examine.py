@@ -218,7 +218,7 @@ def examine(
     given = read(path, overrides)
     loaded, sound = given, given.sound
     known = Known(hosts, gpu_count(), ranks)
-    paths = find_paths(loaded.recipe, path)
+    paths = find_paths(loaded)
     asked = paths.recipe
     loaded = replace(loaded, recipe=asked)
     findings = [one for one in file_findings(asked) if sound(one[0])]

@@ -8,6 +8,7 @@ import glob
 import json
 import os
 import platform
+import re
 import subprocess
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -23,6 +24,7 @@ from uspft.checkpoint.folder import named as named_checkpoint
 from uspft.config import Fault, Finding, Recipe, dump, load
 from uspft.config.algorithms import AUTO
 from uspft.config.inputs import ELEMENT_BYTES
+from uspft.config.loading import Loaded
 from uspft.data.faults import grouped
 from uspft.data.files.sources import STDLIB, is_hub_id, list_files
 from uspft.durable import write_text
@@ -228,6 +230,9 @@ def space_finding(recipe: Recipe, needed: int) -> Finding | None:
     return KEY, what, remedy
 
 
+_VARIABLE = re.compile(r"\$(\w+|\{.*?\})")
+
+
 def file_findings(recipe: Recipe) -> list[Finding]:
     """Return findings on files that do not exist, and on folders that cannot be written.
 
@@ -247,7 +252,7 @@ def file_findings(recipe: Recipe) -> list[Finding]:
             remedy = f"write {ours}" if is_ours else "name a file or folder that does"
             found.append((key, f"`{name}` does not exist", remedy))
     template = recipe.data.chat_template
-    if template and os.path.isdir(os.path.expanduser(template)):
+    if template and os.path.isdir(template):
         what = f"`{template}` is a folder, and a template is one file"
         found.append(("data.chat_template", what, "name the Jinja file in it"))
     output, cache = output_of(recipe), recipe.data.cache_dir
@@ -255,6 +260,9 @@ def file_findings(recipe: Recipe) -> list[Finding]:
     for key, folders in (("output_dir", [output, *inside]), ("data.cache_dir", [cache])):
         wrong = (not_writable(key, folder) for folder in folders if folder)
         found += [*filter(None, wrong)][:1]
+        if folders[0] and (names := _VARIABLE.search(str(folders[0]))):
+            what = f"`{folders[0]}` names a variable, and a recipe reads none"
+            found.append((key, what, f"write what `{names[0]}` stands for"))
     if resume not in ("auto", "never") and os.path.exists(resume):
         try:
             named_checkpoint(Path(resume), contents=False)
@@ -363,29 +371,36 @@ class Found(NamedTuple):
         return key, f"{what} (looked for at {' and '.join(looked)})", remedy
 
 
-def find_paths(recipe: Recipe, file: Path) -> Found:
-    """Find what the recipe in `file` reads: model, tokenizer, data, template, checkpoint, hardware.
+def find_paths(loaded: Loaded) -> Found:
+    """Find what a recipe reads: model, tokenizer, data, template, checkpoint, hardware.
 
-    The paths that a run writes to, output_dir and cache_dir, stay unchanged.
+    A relative path is looked for beside the recipe, from the working directory, and beside the
+    `base` fragment that names it. The paths that a run writes to, output_dir and cache_dir, begin
+    where the command runs. In each path a leading `~` is the home folder.
     """
+    recipe, origins = loaded.recipe, loaded.origins
     missing: dict[str, list[str]] = {}
 
+    def home(value: Any) -> Any:
+        is_path = isinstance(value, str | Path)
+        return type(value)(os.path.expanduser(value)) if is_path else value
+
     def found(key: str, value: Any, *, words: tuple[str, ...] = ()) -> Any:
+        value = home(value)
         name = str(value)
-        absolute = name.startswith("~") or os.path.isabs(name)
-        if value is None or isinstance(value, dict) or name in words or absolute:
+        if value is None or isinstance(value, dict) or name in words or os.path.isabs(name):
             return value
-        beside = os.path.join(file.parent, name)
-        if os.path.realpath(beside) == os.path.realpath(name) and _is_there(name):
+        beside = [os.path.dirname(file) for file in (origins.file, origins.file_of(key)) if file]
+        looked = [os.path.join(folder, name) for folder in (beside[0], "", *beside[1:])]
+        place = next(filter(_is_there, looked), None)
+        if place is None:
+            missing[key] = list(dict.fromkeys(map(os.path.abspath, looked)))
             return value
-        if _is_there(beside):  # shorter, without `..`, if it leads to the same place
-            short = os.path.normpath(beside)
-            same = os.path.exists(beside) and os.path.exists(short)
-            return type(value)(short if same and os.path.samefile(beside, short) else beside)
-        if not _is_there(name):
-            looked = [os.path.abspath(beside), os.path.abspath(name)]
-            missing[key] = list(dict.fromkeys(looked))
-        return value
+        if os.path.realpath(place) == os.path.realpath(name):
+            return value
+        short = os.path.normpath(place)  # shorter, without `..`, if it leads to the same place
+        same = os.path.exists(place) and os.path.exists(short)
+        return type(value)(short if same and os.path.samefile(place, short) else place)
 
     blocks: dict[str, dict[str, Any]] = {}
     named: dict[str, tuple[str, ...]] = {
@@ -407,7 +422,8 @@ def find_paths(recipe: Recipe, file: Path) -> Found:
                 source.changed(path=found(key, source.path, words=(STDLIB,)))
                 for key, source in zip(at, sources, strict=True)
             )
-    return Found(recipe.changed(**blocks), missing)
+    blocks["data"]["cache_dir"] = home(recipe.data.cache_dir)
+    return Found(recipe.changed(**blocks, output_dir=home(recipe.output_dir)), missing)
 
 
 def _is_there(name: str) -> bool:

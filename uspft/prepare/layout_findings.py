@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from uspft.config import Finding, Recipe
 from uspft.config.algorithms import AUTO
+from uspft.config.messages import as_written
 from uspft.config.strategies import KEY, strategies_of, under
 from uspft.engine.deepspeed_config import micro_batches
 from uspft.families import FAMILIES, ModelShape, state_sizes
@@ -236,12 +237,29 @@ def stage_findings(recipe: Recipe, layout: Layout, shape: ModelShape | None) -> 
     found = stages_said(recipe, shape) if shape else None
     if isinstance(found, tuple):
         yield found
+    elif shape:
+        yield from _checkpointed(recipe, shape.layers)
     if layout.pipeline > 1 and parallel.seq_split_num > 1:
         yield from _chunk_findings(recipe, layout, shape)
     if shape and layout.pipeline > 1 and shape.raw.get("output_router_logits"):
         beside = f"parallel_config.pipeline_stage {layout.pipeline}"
         what = f"is true, which is not available with {beside}"
         yield "model.overrides.output_router_logits", what, "write false"
+
+
+def _checkpointed(recipe: Recipe, layers: int) -> Iterator[Finding]:
+    """Yield the finding that more layers are to be checkpointed than the model has, or than one
+    stage of it can have. One number for all stages goes with every number of stages."""
+    asked, most, of = recipe.memory.gradient_checkpointing, layers, f"the model has {layers} layers"
+    if isinstance(asked, bool):
+        return
+    if isinstance(asked, tuple):
+        most -= recipe.parallel_config.pipeline_stage - 1
+        of = f"a stage has at most {most} of the model's {layers} layers"
+    each = asked if isinstance(asked, tuple) else (asked,)
+    if any(n > most for one in each for n in (one if isinstance(one, tuple) else (one,))):
+        what = f"is {as_written(asked)}, and {of}"
+        yield "memory.gradient_checkpointing", what, f"write true for all, or at most {most}"
 
 
 def _chunk_findings(recipe: Recipe, layout: Layout, shape: ModelShape | None) -> Iterator[Finding]:

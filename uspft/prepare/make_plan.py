@@ -48,7 +48,7 @@ def examine_for_plan(
 ) -> Examined:
     """Examine the recipe for the device of the hardware that it names, regardless of this
     machine."""
-    launch = find_paths(read(target, overrides).recipe, target).recipe.launch
+    launch = find_paths(read(target, overrides)).recipe.launch
     if launch.device == AUTO and launch.hardware != AUTO:
         cluster, findings = cluster_of(launch.hardware, "cpu", None)
         if cluster and not findings:

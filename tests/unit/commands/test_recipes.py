@@ -78,7 +78,7 @@ def test_every_recipe_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
 
 def meaning(path: Path) -> Recipe:
     """A recipe whose paths are as a command of any folder finds them."""
-    found = find_paths(load(path).recipe, path.resolve())
+    found = find_paths(load(path.resolve()))
     assert found.missing.keys() <= {"model.name_or_path"}, "a hub id is no path"
     return found.recipe
 

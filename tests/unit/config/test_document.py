@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.hangs import HANG_SECONDS
+from tests.support.launch import ROOT
 from uspft.config import RecipeError, as_tree, dump, load
 from uspft.config.document import bare, meant, parse, plain, token_count
 
@@ -155,6 +156,9 @@ def test_files_that_are_none(tmp_path: Path) -> None:
     assert near == "mine.yml:1: does not exist; did you mean `mine.yaml`?"
     (shipped,) = lines(tmp_path / "quickstart")
     assert shipped.endswith("; to copy the shipped recipe of that name: recipes quickstart")
+    for name in ("recipes/quickstart.yaml", "configs/zero/zero3.yaml"):
+        (fragment,) = lines(write(tmp_path, f"base: [{name}]\n{GOOD}"))
+        assert fragment.endswith(f"`{name}` does not exist; write {ROOT / name}")
     (tmp_path / "folder").mkdir()
     assert lines(tmp_path / "folder") == ["folder:1: is a folder; name a YAML file"]
     large = write(tmp_path, GOOD + "#" * 300_000)

@@ -29,6 +29,11 @@ NAMES = {
     "steps: 3": "r.yaml:2: steps: unknown key `steps`; it belongs to `training.steps`",
     "every_steps: 3": "r.yaml:2: every_steps: unknown key `every_steps`; "
     "it belongs to `checkpoint.every_steps` or `logging.every_steps`",
+    "training.steps: 3": "r.yaml:2: training.steps: unknown key `training.steps`; "
+    "dots are for the command line: write `steps` below `training`",
+    "deepspeed: {zero_optimization.stage: 3}": "r.yaml:2: deepspeed.zero_optimization.stage: "
+    "unknown key `zero_optimization.stage`; "
+    "dots are for the command line: write `stage` below `deepspeed.zero_optimization`",
     "stage: 3": "r.yaml:2: stage: unknown key `stage`; "
     "it belongs to `deepspeed.zero_optimization.stage`",
     "per_device_train_batch_size: 1": "r.yaml:2: per_device_train_batch_size: "
@@ -51,6 +56,13 @@ NAMES = {
 @pytest.mark.parametrize("text", NAMES)
 def test_an_unknown_key_is_told_where_it_belongs(tmp_path: Path, text: str) -> None:
     assert lines(tmp_path, text) == [NAMES[text]]
+
+
+def test_a_required_key_written_with_a_dot_is_one_problem(tmp_path: Path) -> None:
+    wrong = BASE.replace("training: {steps: 3, ", "training.steps: 3\ntraining: {")
+    assert wrong != BASE
+    (line,) = lines(tmp_path, "seed: 1", wrong)
+    assert line.endswith("write `steps` below `training`")
 
 
 def test_a_misspelt_required_key_is_one_problem(tmp_path: Path) -> None:

@@ -52,6 +52,7 @@ def test_a_verb_is_passed_on(sandbox: Sandbox, verb: str) -> None:
     told = json.loads(done.stdout)
     assert told["argv"] == [verb, "a b.yaml", "x.y=[1, 2]"] and told["python"] == sys.executable
     assert ("PYTHONDONTWRITEBYTECODE" in told) == (verb in ("check", "plan"))
+    assert told["PYTHONUTF8"] == "1", "a path in Latin-1 would end the ranks of a run"
 
 
 def test_a_recipe_without_a_verb_is_trained(sandbox: Sandbox) -> None:

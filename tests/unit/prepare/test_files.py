@@ -64,6 +64,48 @@ def test_what_a_run_writes_is_where_the_command_runs(project: Path) -> None:
     assert examined(project).output_dir == Path("outputs/r")
 
 
+def test_what_a_fragment_names_may_lie_beside_it(project: Path) -> None:
+    (project / "apart").mkdir()
+    make_documents(project / "apart" / "d.jsonl", [3], masked=[0.0])
+    examined(project)
+    path = project / "apart" / "mine.yaml"
+    path.write_text("base: [../recipes/r.yaml]\nseed: 1\n")
+    found = examine(path, [], 1, None).recipe
+    assert Path(str(found.model.name_or_path)).resolve() == project / "model"
+    assert found.data.train[0].path == str(project / "apart" / "d.jsonl"), "the recipe's own first"
+    (project / "apart" / "d.jsonl").unlink()
+    found = examine(path, [], 1, None).recipe
+    assert found.data.train[0].path == str(project / "recipes" / "d.jsonl")
+    with pytest.raises(RecipeError, match=r"at \S*/apart/x\.jsonl and \S*/here/x\.jsonl\)"):
+        examine(path, ["data.train=x.jsonl"], 1, None)
+
+
+def test_a_leading_tilde_is_the_home_folder_in_every_path(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(project))
+    (project / "t.jinja").write_text("{{ messages[0].content }}")
+    found = examined(project, train="~/recipes/d.jsonl", chat_template="~/t.jinja", cache_dir="~/c")
+    assert found.data.train[0].path == str(project / "recipes" / "d.jsonl")
+    assert found.data.chat_template == project / "t.jinja"
+    assert found.data.cache_dir == project / "c"
+    words = ["output_dir=~/out", "model.name_or_path=~/model", "model.tokenizer=~/model"]
+    found = examine(project / "recipes" / "r.yaml", words, 1, None).recipe
+    assert found.output_dir == project / "out"
+    assert found.model.name_or_path == found.model.tokenizer == str(project / "model")
+
+
+def test_a_variable_in_a_folder_to_write_is_refused(project: Path) -> None:
+    with pytest.raises(RecipeError) as error:
+        examined(project, cache_dir="$HOME/cache")
+    assert "data.cache_dir: `$HOME/cache` names a variable" in str(error.value)
+    words = ["output_dir=${oc.env:OUT}/run", "data.cache_dir=cost$"]
+    with pytest.raises(RecipeError) as error:
+        examine(project / "recipes" / "r.yaml", words, 1, None)
+    (problem,) = error.value.problems
+    assert problem.key == "output_dir" and "write what `${oc.env:OUT}` stands for" in problem.remedy
+
+
 def test_what_is_in_neither_place_names_both(project: Path) -> None:
     with pytest.raises(RecipeError) as error:
         examined(project, train="no.jsonl", chat_template="no.jinja")

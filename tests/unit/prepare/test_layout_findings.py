@@ -262,6 +262,18 @@ WRONG: list[tuple[str, dict[str, Any], str, str]] = [
     ),
     (
         "memory.gradient_checkpointing",
+        {"memory": {"gradient_checkpointing": 10}},
+        "is 10, and the model has 9 layers",
+        "write true for all, or at most 9",
+    ),
+    (
+        "memory.gradient_checkpointing",
+        {"memory": {"gradient_checkpointing": [1, 9]}},
+        "is [1, 9], and a stage has at most 8 of the model's 9 layers",
+        "write true for all, or at most 8",
+    ),
+    (
+        "memory.gradient_checkpointing",
         {"memory": {"gradient_checkpointing": 0}},
         "expected true or false, got 0",
         "write false",

@@ -41,9 +41,18 @@ def render(record: Record, template: ChatTemplate, train_on: str) -> Rendered:
     return Rendered(text, spans, unused, _lost(trained, text, template))
 
 
+EMPTY_ANSWER = "an answer has no text, and at most its end trains; leave the record out"
+
+
+def _is_silent(turn: Turn) -> bool:
+    """Tell whether an answer has neither text nor calls nor thoughts."""
+    said = (*_pieces(turn), *(str(turn.get(name) or "") for name in _THOUGHTS))
+    return not turn.get("tool_calls") and not any(one.strip() for one in said)
+
+
 def _lost(turns: list[Turn], text: str, template: ChatTemplate) -> str:
-    """Return which thoughts of trained answers are not in the text, with the remedy; an empty text
-    for none."""
+    """Return which thoughts of trained answers are not in the text, else that one of the answers is
+    empty, with the remedy; an empty text for neither."""
     named = ([turn[name] for name in _THOUGHTS if turn.get(name)] for turn in turns)
     given = [str(some[0]) for some in named if some]
     if given and not template.writes_thoughts:
@@ -53,7 +62,7 @@ def _lost(turns: list[Turn], text: str, template: ChatTemplate) -> str:
     given += [one.rpartition(_THOUGHT)[0].rpartition("<think>")[2] for one in said]
     asked = Counter(thoughts.strip() for thoughts in given)
     if all(text.count(thoughts) >= count for thoughts, count in asked.items() if thoughts):
-        return ""
+        return next((EMPTY_ANSWER for turn in turns if _is_silent(turn)), "")
     what = "the chat template leaves out the thoughts of some answers, as many do of earlier ones"
     remedy = (
         "make a sample of each answer with thoughts, or name a data.chat_template that keeps them"

@@ -277,7 +277,7 @@ def template_of(data: DataBlock, tokenizer: Any) -> str | None:
     if data.chat_template is None:
         return own_template(tokenizer)
     try:
-        template = Path(data.chat_template).expanduser().read_text(encoding="utf-8")
+        template = Path(data.chat_template).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise wrong_key(_KEY, f"cannot read {data.chat_template}: {error}", _REMEDY) from error
     if not template.strip():

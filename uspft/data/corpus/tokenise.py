@@ -23,7 +23,7 @@ from tokenizers.decoders import ByteLevel
 from tokenizers.pre_tokenizers import ByteLevel as Alphabet
 
 from uspft.config.problems import Finding, counted, said
-from uspft.data.chat.rendering import render
+from uspft.data.chat.rendering import EMPTY_ANSWER, render
 from uspft.data.chat.spans import all_but
 from uspft.data.chat.template import (
     ChatTemplate,
@@ -211,6 +211,7 @@ class TextTokeniser:
                 behind = self._ids(completion, special=False)
             ids = [*prompt, *self._closed(behind)]
             ranges = [(0 if self.train_on == "all" else len(prompt), len(ids))]
+            lost = "" if completion.strip() else EMPTY_ANSWER
         found = np.array(ids, np.int32)
         labels = np.full_like(found, NOT_TRAINED)
         for first, stop in ranges:

@@ -152,7 +152,7 @@ def list_files(name: str, declared: str) -> list[SourceFile]:
     """
     if name == STDLIB:
         return list(_standard_library())
-    path = Path(name).expanduser()
+    path = Path(name)
     found, _ = _found(path)
     if os.path.isdir(path):
         described = set(describing(found))
@@ -174,7 +174,7 @@ def describing_files(data: DataBlock) -> list[str]:
     data."""
     lines = []
     for _, source in _keyed(data):
-        folder = Path(source.path).expanduser()
+        folder = Path(source.path)
         if not is_hub_id(source.path) and os.path.isdir(folder) and not is_saved(source.path):
             found = describing(_found(folder)[0])
             names = ", ".join(path.relative_to(folder).as_posix() for path in found[:SHOWN_PLACES])
@@ -185,7 +185,7 @@ def describing_files(data: DataBlock) -> list[str]:
 
 def is_saved(name: str) -> bool:
     """Tell whether a path is a folder that `save_to_disk` of `datasets` wrote."""
-    folder = Path(name).expanduser()
+    folder = Path(name)
     whole = all(os.path.isfile(folder / mark) for mark in _SAVED)
     return whole or os.path.isfile(folder / _SAVED_SPLITS)
 
@@ -222,7 +222,7 @@ def _split_problems(key: str, source: Source) -> Iterator[tuple[str, str, str]]:
 def saved_splits(name: str) -> list[str]:
     """Return the splits of a folder that `save_to_disk` wrote, or [] where it has none."""
     try:
-        text = (Path(name).expanduser() / _SAVED_SPLITS).read_text(encoding="utf-8")
+        text = (Path(name) / _SAVED_SPLITS).read_text(encoding="utf-8")
         return [str(split) for split in json.loads(text)["splits"]]
     except (OSError, ValueError, LookupError, TypeError):
         return []
@@ -259,7 +259,7 @@ def _listing_problems(path: str, declared: str) -> Iterator[tuple[str, str]]:
     if path == STDLIB and declared not in ("auto", "text"):
         yield f"{STDLIB} is text, not {declared}", "leave the format out"
         return
-    files, place = list_files(path, declared), Path(path).expanduser()
+    files, place = list_files(path, declared), Path(path)
     _, special = _found(place)
     if os.path.isdir(place):
         records = [file.path for file in files if _suffix(file.path) in KINDS]

@@ -80,7 +80,7 @@ def loaded(source: Source) -> HubSplit:
     whole = saved and not saved_splits(path)
     try:
         if saved:
-            found = load_from_disk(Path(path).expanduser())
+            found = load_from_disk(Path(path))
             dataset = found if whole else found[split]
         else:
             _ask_hub(path)

@@ -248,11 +248,15 @@ def _pair(fields: Fields, shape: RecordShape, asked: Naming) -> tuple[str, Field
         _require_instruction(fields, shape, asked)
     if ANSWERS.when(completion):
         raise SampleFault(f"{asked.names.get(last) or last} {ANSWERS.why}; {ANSWERS.remedy}")
+    more_of_it = fields.get("input") if shape.name == ALPACA else None
     if any(isinstance(half, list) or is_turn(half) for half in (prompt, completion)):
+        if not is_empty(more_of_it):
+            named = asked.names.get("input") or "input"
+            what = f"{named} stands beside turns, of which it is none"
+            raise SampleFault(f"{what}; put it into a turn, or write data.fields: {{input: null}}")
         return _talk(fields, _halves(prompt, completion, asked), asked)
     for name in (first, last):
         check_text(asked.names.get(name) or name, fields[name])
-    more_of_it = fields.get("input") if shape.name == ALPACA else None
     if more_of_it:
         check_text(asked.names.get("input") or "input", more_of_it)
     if asked.prompt:

@@ -672,3 +672,18 @@ def test_earlier_turns_thoughts_may_be_left_out() -> None:
 def test_a_template_may_refuse_a_conversation() -> None:
     with pytest.raises(SampleFault, match="the chat template refuses it: no roles today; "):
         render(TURNS, "{{ raise_exception('no roles today') }}", {})
+
+
+def test_answers_without_text_are_told(tmp_path: Path) -> None:
+    """They train their end, which a run of an export that lost its texts would not show."""
+    asks = {"role": "user", "content": "a"}
+    answers: list[dict[str, Any]] = [{"content": "b"}, {"content": " \n"}, {"content": ""}]
+    answers += [{"content": "", "weight": 0}]
+    chats = [{"messages": [asks, {"role": "assistant", **one}, asks]} for one in answers]
+    pairs = [{"prompt": "a", "completion": text} for text in ("b", "", " ")]
+    for name, records in (("chats", chats), ("pairs", pairs)):
+        path = write_lines(tmp_path / f"{name}.jsonl", records)
+        report = read_report(prepare(block(path), str(TOKENIZER), 8192, tmp_path / "cache"))
+        (told,) = report["skipped"]
+        assert told.startswith(f"{path}:2: an answer has no text") and "lines 2, 3)" in told
+        assert report["samples"] == len(records)

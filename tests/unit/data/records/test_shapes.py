@@ -392,6 +392,10 @@ def test_what_has_no_instruction_is_refused(tmp_path: Path) -> None:
         tmp_path, block(write_lines(tmp_path / "e.jsonl", [as_text]), prompt_template="alpaca")
     )
     assert "and this is turns" in line
+    beside = write_lines(tmp_path / "f.jsonl", [{**turns, "input": "2 + 2"}])
+    (line,) = faults_of(tmp_path, block(beside))
+    assert "input stands beside turns, of which it is none" in line
+    assert "write data.fields: {input: null}" in line
     chats = write_lines(tmp_path / "c.jsonl", [CHAT])
     (line,) = faults_of(tmp_path, block(chats, prompt_template="alpaca"))
     assert line.startswith("data.prompt_template: is alpaca, and no record has an instruction")
