@@ -67,9 +67,11 @@ def in_calls(blocks: Sequence[Block], tokens: int) -> list[list[Block]]:
 
 
 def joined(ranges: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    """Return ranges of tokens in order, adjacent ones merged."""
+    """Return ranges in order, without empty ones and with adjacent ones merged."""
     runs: list[tuple[int, int]] = []
     for start, stop in ranges:
-        follows = runs and runs[-1][1] == start
-        runs.append((runs.pop()[0], stop) if follows else (start, stop))
+        if runs and runs[-1][1] == start:
+            runs[-1] = runs[-1][0], stop
+        elif start < stop:
+            runs.append((start, stop))
     return tuple(runs)

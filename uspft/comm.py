@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -91,17 +91,21 @@ class Group:
         return len(self.ranks)
 
 
+Returned = TypeVar("Returned")
 Waited = Callable[[], Tensor]
 """A function that waits for a started transfer and returns its result."""
 
 
-def with_backward(there: Callable[..., Any], back: Callable[..., Any], *inputs: Tensor) -> Any:
+def with_backward(
+    there: Callable[..., Returned], back: Callable[..., Any], *inputs: Tensor
+) -> Returned:
     """Return there(*inputs), a tensor or several, as one autograd function.
 
     back: takes the gradient of each tensor that `there` returns, and returns that of each input. It
     must not reference a tensor computed from the inputs.
     """
-    return _WithBackward.apply(there, back, *inputs)
+    found: Returned = _WithBackward.apply(there, back, *inputs)
+    return found
 
 
 class _WithBackward(torch.autograd.Function):

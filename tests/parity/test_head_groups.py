@@ -64,6 +64,9 @@ class Case(NamedTuple):
     memory: Mapping[str, Any] = NOTHING
     row: int = ROW
     """Its tokens."""
+    later: int = 0
+    """The tokens of another row whose forward comes before this one's backward, as in a pipeline;
+    0: none."""
 
 
 _WINDOW = {"sliding_window": 11, "layer_types": ["sliding_attention", "full_attention"]}
@@ -165,7 +168,7 @@ FEW = [
     Case("qwen3.5 8/2", "ring 2", 1, True),
     Case("qwen3 next 4/2", "ulysses 2", 2, True, KEPT),
     Case("olmo hybrid 8/2", "tensor 2, tokens split", 1, memory=SAVING["one layer again"]),
-    Case("granite 4/2", "tensor 2, tokens split", 1, memory=SAVING["one layer again"]),
+    Case("granite 4/2", "tensor 2, tokens split", 1, memory=SAVING["one layer again"], later=31),
     Case("llama lora 8/4", "tensor 2, tokens split", 1, True, KEPT, 97),
     Case("qwen3.5 8/2", "tensor 2, tokens split", 1),
     Case("qwen3 next 4/2", "tensor 2", 2, memory=SAVING["no layer again"]),
@@ -241,7 +244,8 @@ def gradients(case: Case, at_once: int | None) -> Ran:
     groups, parallel = Groups(), {"use_seq_parallel": True} if "tokens" in case.layout else {}
     cap = getattr(config, "attn_logit_softcapping", None)
     kernel = TorchCapped(cap) if cap else TorchCpu()
-    world = world_of(layout, algorithm, torch.device("cpu"), kernel, parallel, groups=groups)
+    made = layout, algorithm, torch.device("cpu"), kernel, parallel
+    world, other = (world_of(*made, groups=groups) for _ in range(2))
     module = module_of(config, memory, world, groups, trained)
     materialise(module)
     for number, (name, parameter) in enumerate(module.named_parameters()):
@@ -254,7 +258,10 @@ def gradients(case: Case, at_once: int | None) -> Ran:
     batch = batch_of(world, row)
     modelling = {sys.modules[type(one).__module__] for one in module.modules()}
     with widened(*(one for one in modelling if ".models." in one.__name__)):
-        loss = module(batch, (1.0 / case.row,) * len(module.objective.terms)).sum()
+        scales = (1.0 / case.row,) * len(module.objective.terms)
+        loss = module(batch, scales).sum()
+        if case.later:
+            module(batch_of(other, Segments.single(case.later)), scales)
         loss.backward()
     found = {n: p.grad for n, p in module.named_parameters() if p.grad is not None}
     sent = {k: Traffic(world.books.bytes[k], world.books.messages[k]) for k in SENT}

@@ -165,9 +165,22 @@ def _rows(run: Conversion) -> None:
     if theirs := run.choice(key, OVERLONG, "drop"):
         run.put("data.overlong", OVERLONG[theirs], key)
     inputs = run.flag("train_on_inputs")
-    run.put("data.train_on", "all" if inputs else "assistant", "train_on_inputs")
-    run.switch("curriculum_sampling", "data.shuffle", False)
+    say = "of chats with what the template writes around turns, which does not train there"
+    trained = "all" if inputs else "assistant"
+    run.put("data.train_on", trained, "train_on_inputs", say=say if inputs else "")
+    _order(run)
     trainer.chat_template(run, run.written("chat_template"), run.written("chat_template_jinja"))
+
+
+def _order(run: Conversion) -> None:
+    """Convert the order of the samples: the sampler draws one unless curriculum_sampling forbids
+    it, and merged sets are shuffled beside it."""
+    sampled, merged = "curriculum_sampling", "shuffle_merged_datasets"
+    several = len(run.theirs.items("datasets")) > 1
+    if run.flag(sampled) and not (several and run.flag(merged, default=True)):
+        run.put("data.shuffle", False, sampled, merged)
+    else:
+        run.told("an order is drawn from seed, here anew each epoch", sampled, merged)
 
 
 def _data(run: Conversion) -> None:
@@ -209,7 +222,10 @@ def _form(run: Conversion, item: str, kind: Any) -> str | None:
         return None  # a custom type, which the table refuses
     name = (kind or "input_ids").partition(":")[0]
     if name in CHATS or name.startswith("sharegpt"):
-        run.changed(key, "here `format: messages`")
+        what = "here `format: messages`"
+        if not run.written("eot_tokens"):
+            what += "; the token that ends an answer trains, there only if it is the EOS"
+        run.changed(key, what)
         return "messages"
     if name == "alpaca":
         say = "its sentences, an answer right behind the last word, a line below it there"

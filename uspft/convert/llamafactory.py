@@ -44,6 +44,10 @@ def convert_llamafactory(run: Conversion, ranks: int | None) -> int:
         run.idle(NOTHING, "pure_bf16")
         trainer.precision(run, default="bfloat16")
     _model(run)
+    if run.value("moe_aux_loss_coef"):
+        trainer.routers(run, "moe_aux_loss_coef", "model_name_or_path")
+    else:
+        run.idle("config.json says it, as there", "moe_aux_loss_coef")
     texts = _stage(run)
     _adapter(run)
     _rows(run, texts)
@@ -80,7 +84,8 @@ def _words(value: Any) -> list[str]:
 
 def _stage(run: Conversion) -> bool:
     """Return whether the stage is pre-training, which trains on all tokens of texts."""
-    kinds = {"sft": "a recipe trains answers", "pt": "texts, all of which train"}
+    rows = "packed whole; there rows are cut from one text behind another, which see one another"
+    kinds = {"sft": "a recipe trains answers", "pt": f"texts, all of which train, {rows}"}
     why = ", and training is by cross-entropy on texts and answers"
     if stage := run.choice("stage", kinds, "sft", why=why):
         run.told(kinds[stage], "stage")
@@ -119,10 +124,13 @@ def _rows(run: Conversion, texts: bool) -> None:
     history, prompts = run.flag("mask_history"), run.flag("train_on_prompt")
     trained = "last" if history else "all" if prompts else "assistant"
     run.put("data.train_on", trained, "train_on_prompt", "mask_history")
+    trainer.order(run)
     run.switch("disable_shuffling", "data.shuffle", False)
     if shuffles := run.written("shuffle_for_sequence_parallel"):
         run.put("data.shuffle", run.flag(shuffles), shuffles)
     trainer.chat_template(run, run.written("template"), None)
+    if not texts:
+        run.told(trainer.BEHIND, "template")
 
 
 def _data(run: Conversion, texts: bool) -> None:

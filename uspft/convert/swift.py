@@ -37,9 +37,9 @@ def convert_swift(run: Conversion, ranks: int | None) -> int:
     run.defaults["learning_rate"] = 1e-5 if full else 1e-4
     batch = _batch(run, ranks)
     trainer.updates(run)
-    if not run.written("torch_dtype"):
-        trainer.precision(run, default="bfloat16")
+    _type(run)
     _model(run)
+    trainer.routers(run, "router_aux_loss_coef", "model", 0.0)
     _adapter(run, tuner, full=full)
     _rows(run)
     _data(run)
@@ -49,6 +49,21 @@ def convert_swift(run: Conversion, ranks: int | None) -> int:
     trainer.evaluating(run, like_saves=True)
     trainer.logs(run)
     return batch
+
+
+def _type(run: Conversion) -> None:
+    """Convert the type of the weights there, from which that of computing follows."""
+    key, half = "torch_dtype", run.value("bf16") is True
+    if not run.written(key) or run.value("fp16") is True:
+        trainer.precision(run, default="bfloat16")
+        run.told(f"here `model.dtype: {run.outcome.values.get('model.dtype')}`", key)
+        return
+    say = ""
+    if run.value(key) == "bfloat16":
+        say = "weights and their updates are float32 here, bfloat16 there"
+    elif run.value(key) == "float32" and not half and run.value("fp16") is None:
+        say = "computed so here, in float16 there unless fp16 is false"
+    run.put("model.dtype", "bfloat16" if half else run.value(key), key, "bf16", "fp16", say=say)
 
 
 def _batch(run: Conversion, ranks: int | None) -> int:
@@ -143,6 +158,8 @@ def _rows(run: Conversion) -> None:
         run.put("data.shuffle", all(run.flag(k, default=True) for k in shuffles), *shuffles)
     run.put("data.on_bad_sample", "error" if run.flag("strict") else "skip", "strict")
     trainer.chat_template(run, run.written("template"), None)
+    if run.flag("use_chat_template", default=True):
+        run.changed("template", trainer.BEHIND)
 
 
 def _data(run: Conversion) -> None:

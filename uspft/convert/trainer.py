@@ -8,7 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from uspft.config.algorithms import CONTEXT
+from uspft.config.inputs import ModelBlock
 from uspft.convert.conversion import NOTHING, Conversion, is_whole, short
+from uspft.families.shape import ModelShape, read_shape
+from uspft.families.table import FAMILIES
 
 DEFAULTS: Mapping[str, Any] = {
     "per_device_train_batch_size": 8,
@@ -46,6 +49,11 @@ KERNEL = "`model.attention: auto` takes the fastest kernel that is exact"
 MINUTES = 24 * 60
 """The longest time-out of collectives to write: tools often set months, which means for ever."""
 
+ASKS, FACTOR = "output_router_logits", "router_aux_loss_coef"
+"""The fields of config.json that ask for the routers' loss, and weigh it."""
+
+BEHIND = "a line break that it writes behind an answer, as chatml's, trains there and not here"
+"""The remark on templates of tools that train what stands behind the end of an answer."""
 WHOLE = "there is no adapter: all weights train"
 SHIPPED = ("chatml", "llama3", "gemma")
 """The templates of data/templates, by their names in axolotl and LLaMA-Factory."""
@@ -117,7 +125,9 @@ def length(run: Conversion) -> None:
         return
     run.idle(f"is {steps}: the epochs say the length", steps_key)
     epochs = run.number(epochs_key)
-    run.put("training.epochs", int(epochs) if epochs.is_integer() else epochs, epochs_key)
+    say = "a step may span two epochs here; there each epoch ends with a step of its own"
+    value = int(epochs) if epochs.is_integer() else epochs
+    run.put("training.epochs", value, epochs_key, say=say if epochs > 1 else "")
 
 
 def optimizer(run: Conversion) -> None:
@@ -308,6 +318,7 @@ def saving(run: Conversion, *, steps_win: bool = False) -> None:
         run.ignored("resume_from_checkpoint", NOTHING)
 
 
+MEAN = "an evaluation's loss is the mean over its tokens here, over its batches there"
 SAVES, EVALUATIONS = "checkpoint.every", "training.eval_every"
 """The starts of our keys for intervals, which end in `_steps` or `_epochs`."""
 
@@ -354,11 +365,12 @@ def evaluating(run: Conversion, *, like_saves: bool = False) -> None:
         return
     if kind == "epoch":
         interval(run, f"{EVALUATIONS}_epochs", 1, strategy)
+        run.told(MEAN, strategy)
     elif kind in ("no", False):
         run.told("left out: the end of a run evaluates anyway", strategy)
     else:
         _steps(run, EVALUATIONS, every, run.number(beside) if kind == "steps" else 0)
-        run.idle("evaluations come every so many steps", strategy)
+        run.told(f"evaluations come every so many steps; {MEAN}", strategy)
         return
     run.told(f"{strategy} is {short(kind)}", every)
 
@@ -503,6 +515,56 @@ def packing(run: Conversion, packs: bool, *keys: str, more: str = "") -> None:
     """Convert packing. more: a further remark."""
     say = f"documents of a row never see one another{more}" if packs else "each sample is a row"
     run.put("data.packing", "best_fit" if packs else "none", *keys, say=say)
+
+
+def routers(run: Conversion, key: str, model: str, default: float | None = None) -> None:
+    """Convert the coefficient of the routers' loss.
+
+    model: the tool's key for the model. default: the coefficient where the key is left out; None:
+    that of the model's config, which then counts whatever the config asks for.
+    """
+    asks, factor = (f"model.overrides.{name}" for name in (ASKS, FACTOR))
+    if run.settled("model.overrides", key):
+        return
+    say = "averaged over rows here, over each device's batches there"
+    config = _config_of_experts(run, model)
+    if run.value(key):
+        run.put(factor, run.number(key, default=0.0), key, say=say)
+        run.put(asks, True)
+    elif run.written(key):
+        run.put(asks, False, key)
+    elif default is None and config is None:
+        what = "of a model with experts the routers' loss counts there"
+        run.changed(key, f"{what}: if this is one, add {asks}=true")
+    elif default is None and config and config.get(FACTOR, 0.001):
+        run.put(asks, True, why="the routers' loss counts there, whatever config.json asks for")
+        run.changed(key, f"here `{asks}: true`, with the coefficient of config.json; {say}")
+    elif default == 0 and config and config.get(ASKS):
+        run.put(asks, False, why=f"{key}, 0 where it is left out")
+
+
+def _config_of_experts(run: Conversion, model: str) -> Mapping[str, Any] | None:
+    """Return the config of a model whose routers can have a loss; empty for any other model, None
+    where the config is not on this machine."""
+    name = run.given.get("model.name_or_path", run.value(model))
+    place = str(run.theirs.place(str(name)) or name)
+    try:
+        shape = read_shape(ModelBlock(name_or_path=place), Path(__file__).parents[2] / "configs")
+    except ValueError:  # no name
+        return None
+    if not isinstance(shape, ModelShape):
+        return None
+    family = FAMILIES[shape.model_type]
+    return shape.full if family.routed and family.balanced else {}
+
+
+def order(run: Conversion) -> None:
+    """Convert the order of the samples."""
+    key = "train_sampling_strategy"
+    if run.value(key) == "sequential":
+        run.put("data.shuffle", False, key)
+    else:
+        run.idle("an order is drawn from seed", key)
 
 
 def chat_template(run: Conversion, name_key: str | None, file_key: str | None) -> None:

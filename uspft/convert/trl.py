@@ -32,6 +32,8 @@ def convert_trl(run: Conversion, ranks: int | None) -> int:
     trainer.precision(run, default="bfloat16" if sft else "float32")
     devices_precision(run)
     _model(run)
+    if sft:
+        trainer.routers(run, "router_aux_loss_coef", "model_name_or_path")
     _adapter(run)
     _rows(run, sft=sft)
     _data(run)
@@ -78,6 +80,7 @@ def _rows(run: Conversion, *, sft: bool) -> None:
             run.refuse(cut or lengths[0], what, "add data.sequence_length=N")
         else:
             run.put("data.sequence_length", 1024, why="max_length, 1024 where it is left out")
+    trainer.order(run)
     packs = run.flag("packing")
     trainer.packing(run, packs, "packing", "padding_free")
     strategy = run.choice("packing_strategy", OVERLONG, "bfd")
@@ -92,7 +95,8 @@ def _rows(run: Conversion, *, sft: bool) -> None:
         run.put("data.train_on", "assistant", answers, halves)
     elif halves:
         trained = "completion" if run.flag(halves) else "all"
-        run.put("data.train_on", trained, halves, answers)
+        say = "tokenised apart from its prompt, of turns the answer up to its end; see the page"
+        run.put("data.train_on", trained, halves, answers, say=say)
     else:
         run.put("data.train_on", "all")
         what = (
@@ -124,7 +128,7 @@ def _data(run: Conversion) -> None:
     elif asks not in ("no", False) and run.written("dataset_name") and "data.eval" not in run.given:
         run.put("data.eval", [_named(run, split_key, "test")], split_key)
     else:
-        run.idle("eval_strategy is no", split_key)
+        run.idle("there is nothing to evaluate on", split_key)
     text = "dataset_text_field"
     if run.value(text, "text") != "text":
         run.put("data.fields", {"text": run.value(text)}, text)

@@ -221,7 +221,8 @@ def leaves_out_unreached(engine: Any) -> bool:
 def compare_traces_within(optimizer: Any, group: Group) -> None:
     """Make ZeRO-3 compare the order of modules only among the ranks with the same parameters.
 
-    DeepSpeed 0.19 compares it over all ranks, and refuses ranks that run other modules.
+    DeepSpeed 0.19 compares it over all ranks, and refuses ranks that run other modules, or number
+    the same ones otherwise because an earlier engine of the process had other stages there.
     """
     from deepspeed.runtime.zero import partitioned_param_coordinator as module
 

@@ -144,15 +144,12 @@ class ExpertSets:
     def __init__(self, named: Mapping[str, nn.Parameter], holders: Holders, stage: int) -> None:
         """Register the groups in DeepSpeed's tables, and mark parameters for stages 1 and 2.
 
-        named: the parameters of which this rank holds a part. Raises ValueError for ZeRO-0, which
-        clips wrongly.
+        named: the parameters of which this rank holds a part.
         """
         self._here = [named[name] for name in named if name in holders.shards.experts]
         self._name, self._stage = _name(holders), stage
         if not holders.shards.experts:
             return
-        if stage == 0:  # it clips by the norm of a rank's own experts
-            raise ValueError("experts are divided under ZeRO 1, 2 and 3, not 0")
         divide, same = holders.experts, holders.alike
         found = divide.handle, list(divide.ranks), same.handle, list(same.ranks)
         for table, value in zip(_TABLES, found, strict=True):

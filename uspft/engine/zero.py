@@ -134,8 +134,8 @@ class ZeroEngine(Engine):
         parts_of_experts = self.stage == 3 and layout.experts > 1 and layout.tensor > 1
         if self.stage and (layout.pipeline > 1 or parts_of_experts):
             sum_norm_once(self.deepspeed.optimizer, self.stage, holders.model, device)
-            if self.stage == 3 and layout.pipeline > 1:
-                compare_traces_within(self.deepspeed.optimizer, holders.zero)
+        if self.stage == 3:
+            compare_traces_within(self.deepspeed.optimizer, holders.zero)
         self._most = math.inf
         """The largest gradient norm with which the current step may update."""
         self._refused: float | None = None

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -44,11 +45,7 @@ class HeadTurn:
     @property
     def parts(self) -> tuple[HeadRange, ...]:
         """For each Ulysses rank, the range of its query heads among those of the turn."""
-        found, at = [], 0
-        for a, b in self.queries:
-            found.append((at, at + b - a))
-            at += b - a
-        return tuple(found)
+        return tuple(pairwise(accumulate((b - a for a, b in self.queries), initial=0)))
 
     @property
     def first(self) -> bool:
@@ -318,7 +315,7 @@ class GatheredCall(AttentionCall):
 
     @contextmanager
     def _told(self, of_tile: Any) -> Iterator[None]:
-        with self.bound.in_tiles(), of_tile:
+        with self.block.again_with(self.bound), self.bound.in_tiles(), of_tile:
             yield
 
     def measure(self, x: Tensor) -> None:

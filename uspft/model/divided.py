@@ -160,17 +160,17 @@ class PartLinear(nn.Module):
 
     def __init__(self, linear: nn.Linear, split: MatrixSplit, call: Call) -> None:
         super().__init__()
-        self.weight, self._split, self._call = linear.weight, split, call
+        self.weight, self._split, self.call = linear.weight, split, call
         self.register_parameter("bias", linear.bias)
         self.bias: Tensor | None
 
     def forward(self, x: Tensor) -> Tensor:
         """Return this rank's part of the projection. x: with the input features that it uses."""
-        return part_of_product(x, (self.weight, self.bias), self._split, self._call)
+        return part_of_product(x, (self.weight, self.bias), self._split, self.call)
 
     def here(self) -> tuple[Tensor, Tensor | None]:
         """Return the part of the weight that a call uses, and of the bias if column-split."""
-        used = self._call.used(self._split)
+        used = self.call.used(self._split)
         bias = None if self._split.dim == ROWS or self.bias is None else cut(self.bias, used[:1])
         return cut(self.weight, used), bias
 

@@ -90,8 +90,7 @@ class TokenDropout(nn.Module):
             raise RuntimeError("dropout was called without the words of its tokens")
         ranges = self.ranges or ((0, x.shape[-1]),)
         drop = partial(self.dropped, words=words, ranges=ranges)  # no mask is saved
-        out: Tensor = with_backward(drop, drop, x)
-        return out
+        return with_backward(drop, drop, x)
 
     def dropped(self, x: Tensor, words: Tensor, ranges: Ranges) -> Tensor:
         """Return x with features dropped and the rest scaled; the same map serves gradients."""

@@ -136,15 +136,27 @@ WHOLE = ExpertParts({}, Call(None))
 
 
 def computed(
-    module: Any, parts: ExpertParts, x_rd: Tensor, index_rk: Tensor, weight_rk: Tensor
+    module: Any,
+    parts: ExpertParts,
+    x_rd: Tensor,
+    index_rk: Tensor,
+    weight_rk: Tensor,
+    *,
+    every: bool = False,
 ) -> Tensor:
     """Return the weighted sum of the outputs of this rank's experts for each row, [r, d].
 
     index_rk: each row's experts, counted from the first one here; others are ignored. weight_rk:
-    their router weights. parts: which part of each expert is here.
+    their router weights. parts: which part of each expert is here. every: whether all experts are,
+    so that the host need not wait for the device to count pairs.
     """
     count = module.num_experts
-    row_p, slot_p = ((index_rk >= 0) & (index_rk < count)).nonzero(as_tuple=True)
+    if every:
+        (rows, slots), where = index_rk.shape, index_rk.device
+        row_p = torch.arange(rows, device=where).repeat_interleave(slots)
+        slot_p = torch.arange(slots, device=where).repeat(rows)
+    else:
+        row_p, slot_p = ((index_rk >= 0) & (index_rk < count)).nonzero(as_tuple=True)
     expert_p, order = index_rk[row_p, slot_p].sort(stable=True)
     row_p, slot_p = row_p[order], slot_p[order]
     here = torch.arange(count, device=expert_p.device)
@@ -306,12 +318,11 @@ class Dispatch(NamedTuple):
         Nothing is saved through autograd's hooks: activation checkpointing stops its recomputation
         before this point.
         """
-        found: Tensor = with_backward(
+        return with_backward(
             lambda y_rd: self.summed(self.moved_back(y_rd), tokens),
             lambda dy_td: self.moved(dy_td[self.token_s]),
             y_rd,
         )
-        return found
 
     def summed(self, x_sd: Tensor, tokens: int) -> Tensor:
         """Return the sum of each token's rows, computed in at least float32, in the rows' dtype."""
@@ -386,7 +397,7 @@ class HeldExperts:
         """group: the expert parallel ranks. parts: which part of each expert is here."""
         if not module.has_gate or module.has_post_expert_norm:
             raise RuntimeError(f"{type(module).__name__} are experts of a kind that uspft lacks")
-        self.compute: Compute = partial(computed, module, parts)
+        self.compute: Compute = partial(computed, module, parts, every=group.size == 1)
         """The function that computes this rank's experts; callers may replace it by one that splits
         rows into tiles."""
         self._parts, self._group, self._number = parts, group, module.num_experts

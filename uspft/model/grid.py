@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from uspft.layout import Layout
     from uspft.model.attention import Bound
     from uspft.parameters.shards import Holders
-    from uspft.tensor import MeshAlgorithm
+    from uspft.tensor.meshslice import MeshSlice
 
 
 def split_model(model: Any, holders: Holders) -> list[Call]:
@@ -151,9 +151,9 @@ def _replace(
         thin.register_forward_hook(sum_columns)
 
 
-def products(bound: Bound) -> MeshAlgorithm:
+def products(bound: Bound) -> MeshSlice:
     """Return the algorithm that multiplies the matrices of a call."""
-    return cast("MeshAlgorithm", bound.world.tensor)
+    return cast("MeshSlice", bound.world.tensor)
 
 
 def whole_table(weight: Tensor, bound: Bound, config: Any, held: Layout | None) -> Tensor:

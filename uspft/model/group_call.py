@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from copy import copy
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from uspft.families.projections import BEFORE, BEHIND, ROWS
+from uspft.model.divided import PartLinear
 from uspft.model.halves import (
     BlockInput,
     Given,
@@ -69,6 +70,13 @@ class GroupedBlock:
         """The norm before attention, if the block has one."""
         self.behind = [self.last, *(halves.norms_behind if halves else [])]
         """The modules after attention: the output projection, and a norm if there is one."""
+        divided = (one for one in self.attention.modules() if isinstance(one, PartLinear))
+        self._call = next((one.call for one in divided), None)
+
+    def again_with(self, bound: Bound) -> AbstractContextManager[None]:
+        """Return the context in which divided modules take part in an earlier pass once more: in a
+        pipeline the layer may have begun that of another micro-batch since."""
+        return standing_in([StandIn(vars(self._call), "bound", bound)] if self._call else [])
 
     def __call__(self, hidden_states: Tensor, **kwargs: Any) -> Any:
         bound: Bound | Hook = kwargs["uspft"]

@@ -120,7 +120,7 @@ class TwoHalves:
         def rest(x: Tensor) -> Tensor:
             # The backward does not use a tile's output, so that ranks need not sum it again.
             again = torch.is_grad_enabled() and not self._halves.norms_behind
-            with bound.in_tiles(summed=not again):
+            with self._first.again_with(bound), bound.in_tiles(summed=not again):
                 return self._halves.second(x)
 
         out: Tensor = Tiled(self._parts, tile, plain=rest, ranks=bound.ranks)(between)

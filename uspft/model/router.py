@@ -104,10 +104,9 @@ class ExpertLoad:
         holders = self._holders
         if not self._layers:
             return {}
-        none = torch.zeros(self._experts, dtype=torch.float64)
-        counts = [self._counts.get(n, none).cpu() for n in range(self._layers)]
-        self._counts = {}
-        mine = torch.stack(counts)
+        none = torch.zeros(self._experts, dtype=torch.float64, device=self._device)
+        counts = [self._counts.get(n, none) for n in range(self._layers)]
+        mine, self._counts = torch.stack(counts).cpu(), {}
         every = self._sum(mine, holders.everyone)
         means = every.mean(1, keepdim=True).clamp(min=torch.finfo(every.dtype).tiny)
         found: dict[str, Any] = {"expert_load": float((every / means).max())}

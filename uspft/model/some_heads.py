@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from uspft.blocks import joined
 from uspft.families.projections import (
     BEFORE,
     BEHIND,
@@ -33,6 +35,7 @@ from uspft.families.projections import (
 from uspft.model.divided import PartLinear, SplitNorm, eps_of, some_product, wide
 from uspft.model.dropout import dropouts_in
 from uspft.model.halves import StandIn, same
+from uspft.sequence.rows.spans import cut as cut_spans
 from uspft.tensor.parts import Range, cut
 
 if TYPE_CHECKING:
@@ -319,31 +322,8 @@ def seeing_some(module: nn.Module, ranges: Sequence[Range]) -> list[StandIn]:
 
     ranges: among the features that they see otherwise.
     """
-    some = joined(ranges)
-    return [StandIn(vars(d), "ranges", _among(d.ranges, some)) for d in dropouts_in(module)]
-
-
-def _among(every: Sequence[Range] | None, some: Sequence[Range]) -> tuple[Range, ...]:
-    """Return `some`, ranges in the concatenation of the ranges `every`, in the coordinates of
-    `every`."""
-    if every is None:
-        return tuple(some)
-    found, at = [], 0
-    for first, last in every:
-        for a, b in some:
-            start, stop = max(a, at), min(b, at + last - first)
-            if start < stop:
-                found.append((first + start - at, first + stop - at))
-        at += last - first
-    return tuple(found)
-
-
-def joined(ranges: Sequence[Range]) -> tuple[Range, ...]:
-    """Return the ranges in order, without empty ones and with adjacent ones merged."""
-    found: list[Range] = []
-    for a, b in ranges:
-        if found and found[-1][1] == a:
-            found[-1] = found[-1][0], b
-        elif a < b:
-            found.append((a, b))
-    return tuple(found)
+    some, found = joined(ranges), list[StandIn]()
+    for one in dropouts_in(module):
+        seen = [cut_spans(one.ranges, *each) for each in some] if one.ranges else [some]
+        found.append(StandIn(vars(one), "ranges", joined(chain(*seen))))
+    return found

@@ -75,10 +75,9 @@ class StagedModel(nn.Module):
         if stage not in self._bare or self.idle is None:
             return made
         nothing = torch.zeros_like(self.idle)  # the gradient of the unused dummy parameter
-        found: Tensor = with_backward(
+        return with_backward(
             lambda made, _: made.view_as(made), lambda dmade: (dmade, nothing), made, self.idle
         )
-        return found
 
     def _made(
         self, batch: Batch, scales: tuple[float | None, ...], stage: int, x: Tensor | None

@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from uspft.blocks import joined
 from uspft.families.projections import BEFORE
 from uspft.model.group_call import BlockCall, GroupedBlock, put
 from uspft.model.halves import BlockInput, Hook
-from uspft.model.some_heads import joined
 from uspft.sequence import Heads
 from uspft.sequence.mixing import StateExchange
 from uspft.sequence.rows.heads import key_ranges

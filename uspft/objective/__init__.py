@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from uspft.comm import sum_over, with_backward
 from uspft.config.algorithms import OBJECTIVES
+from uspft.kernels.varlen import put
 
 if TYPE_CHECKING:
     from uspft.batch import Batch
@@ -121,14 +122,11 @@ def document_sums(values: Tensor, batch: Batch) -> Tensor:
     those ranks. The gradient is that of this rank's own values.
     """
     share = batch.share
-    places = torch.from_numpy(share.document_of).to(values.device, non_blocking=True)
+    places = put(torch.from_numpy(share.document_of), values.device)
     here = values.new_zeros(len(share.documents))
     here = here.index_add(0, places.index_select(0, batch.chosen), values)
     group = batch.world.mesh.context
-    found: Tensor = with_backward(
-        lambda x: sum_over(x.clone(), group, "objective"), _unchanged, here
-    )
-    return found
+    return with_backward(lambda x: sum_over(x.clone(), group, "objective"), _unchanged, here)
 
 
 def once(whole: Tensor, batch: Batch) -> Tensor:
@@ -138,10 +136,7 @@ def once(whole: Tensor, batch: Batch) -> Tensor:
     one.
     """
     here = batch.world.mesh.context.index == 0
-    found: Tensor = with_backward(
-        lambda x: x.clone() if here else torch.zeros_like(x), lambda dx: dx, whole
-    )
-    return found
+    return with_backward(lambda x: x.clone() if here else torch.zeros_like(x), lambda dx: dx, whole)
 
 
 def _unchanged(gradient: Tensor) -> Tensor:

@@ -95,10 +95,7 @@ def _cost_before(cut: Cut, row: Segments, places: NDArray[np.int64]) -> NDArray[
 def cut_order(order: Order, bounds: Sequence[int]) -> list[Order]:
     """Return, for each chunk, the positions in it that each context rank has. order: the positions
     that each rank has of the whole row."""
-    return [
-        [tuple(span for own in spans for span in _within(own, a, b)) for spans in order]
-        for a, b in pairwise(bounds)
-    ]
+    return [[tuple(Holding(spans).within(a, b)) for spans in order] for a, b in pairwise(bounds)]
 
 
 def _merged(spans: Iterable[Span]) -> list[Span]:
@@ -110,11 +107,6 @@ def _merged(spans: Iterable[Span]) -> list[Span]:
         else:
             found.append((start, stop))
     return found
-
-
-def _within(span: Span, first: int, last: int) -> list[Span]:
-    a, b = max(span[0], first), min(span[1], last)
-    return [(a, b)] if a < b else []
 
 
 class ChunkShares:

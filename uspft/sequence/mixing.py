@@ -59,7 +59,7 @@ class StateExchange:
         (a, b), (c, d) = self._heads.query[self._member], self._heads.kv[self._member]
         if b > a and b - a != (d - c) * self._per_key:
             each = [head // self._per_key - c for head in range(a, b)]
-            keys = torch.tensor(each, device=x.v.device)
+            keys = put(torch.tensor(each), x.v.device)
             q, k = (part.index_select(1, keys) for part in inside[:2])
             inside = inside._replace(q=q, k=k)
         return inside
@@ -78,8 +78,7 @@ class StateExchange:
             return *found[:3], *(one.contiguous().view(dtype).squeeze(-1) for one, dtype in came)
 
         there, back = (partial(exchanged, way) for way in (start_exchange, start_exchange_back))
-        found: tuple[Tensor, ...] = with_backward(there, back, *x)
-        return found
+        return with_backward(there, back, *x)
 
     def slope_there(self, dout_tHV: Tensor) -> Tensor:
         """Return this rank's heads of the output's gradient; not differentiable itself."""
@@ -179,8 +178,7 @@ def laid_out(
         return drows[:tokens].to(dlaid_NC.dtype)
 
     tokens = len(x_tC)
-    found: Tensor = with_backward(there, back, x_tC)
-    return found
+    return with_backward(there, back, x_tC)
 
 
 def put_on(places: Places, like: Tensor) -> Tensor:

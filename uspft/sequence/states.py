@@ -169,7 +169,8 @@ def _summary(x: Mixed, rule: StateRule) -> _Summary:
     heads, key, value = x.v.shape[1], x.k.shape[2], x.v.shape[2]
     wide = torch.cat([x.v.new_zeros(*x.v.shape[:2], key), x.v], dim=-1)
     like = _state_like(x)
-    start = torch.cat([torch.eye(key).to(like), like.new_zeros(key, value)], dim=-1)
+    unit = torch.eye(key, dtype=like.dtype, device=like.device)
+    start = torch.cat([unit, like.new_zeros(key, value)], dim=-1)
     _, end = rule(x._replace(v=wide), start.expand(heads, key, key + value))
     passes, adds = end.split([key, value], dim=-1)
     return _Summary(passes.contiguous(), adds.contiguous())

@@ -207,12 +207,11 @@ class HeadExchange:
         """Return all heads [t, N, D] of this rank's tokens; differentiable. part: one of Parts."""
         of = (tuple(part),), self.tokens, self.group
         x_TnD = self.as_received(x_TnD)
-        found: Tensor = with_backward(
+        return with_backward(
             lambda x: start_exchange_back((x,), *of)()[0],
             lambda dx: start_exchange((dx,), *of)(),
             x_TnD,
         )
-        return found
 
     def start_there(self, x_tND: Tensor, part: tuple[HeadRange, ...]) -> Waited:
         """Start the all-to-all for this member's heads of its group's tokens [T, n, D]."""

@@ -3,13 +3,11 @@ config/algorithms.py lists them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Protocol
 
 from uspft.config.algorithms import TENSOR
 from uspft.config.problems import Finding
-from uspft.tensor.parts import Used
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -67,37 +65,6 @@ class TensorAlgorithm(Protocol):
     def leave(self, x: Tensor, group: Group) -> Tensor:
         """Return a rank's hidden states between blocks, from the partial output of its row-split
         matrix."""
-        ...
-
-
-class MeshAlgorithm(TensorAlgorithm, Protocol):
-    """A tensor-parallel algorithm whose matrices are in blocks on a mesh of ranks."""
-
-    def inward(
-        self,
-        x: Tensor,
-        weights: Sequence[Tensor],
-        grid: Grid,
-        product: int,
-        used: Sequence[Used] = (),
-    ) -> tuple[Tensor, ...]:
-        """Return the outputs of the projections into a block for this rank's part of x;
-        differentiable.
-
-        product: the index of the product among those of a layer. used: the part of each weight
-        that is multiplied; empty: all of it.
-        """
-        ...
-
-    def outward(
-        self, x: Tensor, weight: Tensor, grid: Grid, product: int, used: Used = ()
-    ) -> Tensor:
-        """Return this rank's part of the output of the projection out of a block;
-        differentiable."""
-        ...
-
-    def whole(self, weight: Tensor, grid: Grid) -> Tensor:
-        """Return an embedding's or a head's weight with all its features; differentiable."""
         ...
 
 

@@ -254,14 +254,12 @@ def outward(x: Tensor, how: SlicedProduct) -> Tensor:
 
 def features_of_all(x: Tensor, group: Group) -> Tensor:
     """Return [m, d] of x [m, d/P] on each of P ranks; differentiable."""
-    found: Tensor = with_backward(partial(_gathered, group), partial(_summed_part, group), x)
-    return found
+    return with_backward(partial(_gathered, group), partial(_summed_part, group), x)
 
 
 def own_features_of_sum(x: Tensor, group: Group) -> Tensor:
     """Return [m, d/P], this rank's features of the sum of x [m, d] over P ranks; differentiable."""
-    found: Tensor = with_backward(partial(_summed_part, group), partial(_gathered, group), x)
-    return found
+    return with_backward(partial(_summed_part, group), partial(_gathered, group), x)
 
 
 class _Inward(torch.autograd.Function):

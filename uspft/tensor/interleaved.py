@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from uspft.comm import (
@@ -128,14 +129,12 @@ class Crossing:
     def begin(self, x: Tensor, copy: int) -> Tensor:
         """Start the transfer of a copy x, and return a tensor that represents it in the graph."""
         begin, end = partial(self._begun, copy), partial(self.finish, copy)
-        found: Tensor = with_backward(begin, lambda _: end(backward=True), x)
-        return found
+        return with_backward(begin, lambda _: end(backward=True), x)
 
     def awaited(self, begun: Tensor, copy: int) -> Tensor:
         """Wait for the transfer and return its result. begun: the result of `begin`."""
         begin, end = partial(self._begun, copy, backward=True), partial(self.finish, copy)
-        found: Tensor = with_backward(lambda _: end(backward=False), begin, begun)
-        return found
+        return with_backward(lambda _: end(backward=False), begin, begun)
 
     def _begun(self, copy: int, x: Tensor, *, backward: bool = False) -> Tensor:
         self.start(x.detach(), copy, backward=backward)
@@ -196,7 +195,7 @@ def _sum_parts(x_Td: Tensor, group: Group, expected: Expected | None) -> Waited:
 
 
 def _sum(x: Tensor, group: Group, _: Expected | None) -> Waited:
-    return start_sum_over(x.contiguous().clone(), group, KIND)
+    return start_sum_over(x.clone(memory_format=torch.contiguous_format), group, KIND)
 
 
 _GATHER, _SUM_PARTS = Passage(_gather, expect_gather), Passage(_sum_parts, expect_parts)

@@ -29,42 +29,35 @@ KIND = "tensor"
 def for_all(x: Tensor, group: Group) -> Tensor:
     """Return x unchanged, as the input of each rank's part of a matrix; its gradient is the sum
     over ranks."""
-    found: Tensor = with_backward(lambda x: x.view_as(x), partial(_summed, group), x)
-    return found
+    return with_backward(lambda x: x.view_as(x), partial(_summed, group), x)
 
 
 def sum_of_all(x: Tensor, group: Group) -> Tensor:
     """Return the sum of x over ranks, which all ranks use alike, so that the gradient passes
     unchanged; differentiable."""
-    found: Tensor = with_backward(partial(_summed, group), lambda dout: dout, x)
-    return found
+    return with_backward(partial(_summed, group), lambda dout: dout, x)
 
 
 def summed(x: Tensor, group: Group) -> Tensor:
     """Return the sum of x over ranks, which each rank uses differently, so that the gradient is
     summed too; differentiable."""
-    found: Tensor = with_backward(partial(_summed, group), partial(_summed, group), x)
-    return found
+    return with_backward(partial(_summed, group), partial(_summed, group), x)
 
 
 def all_tokens(x_td: Tensor, tokens: int, group: Group) -> Tensor:
     """Return all ranks' tokens, [T, d]; differentiable. tokens: T."""
-    found: Tensor = with_backward(
-        partial(_gathered, group, tokens), partial(_summed_part, group), x_td
-    )
-    return found
+    return with_backward(partial(_gathered, group, tokens), partial(_summed_part, group), x_td)
 
 
 def own_tokens_of_sum(x_Td: Tensor, group: Group, *, summed: bool = True) -> Tensor:
     """Return this rank's tokens of the sum over ranks, [t, d]; differentiable. summed: False skips
     the sum and returns zeros, for callers that need only the gradient."""
     there = partial(_summed_part if summed else _no_part, group)
-    found: Tensor = with_backward(there, partial(_gathered, group, len(x_Td)), x_Td)
-    return found
+    return with_backward(there, partial(_gathered, group, len(x_Td)), x_Td)
 
 
 def _summed(group: Group, x: Tensor) -> Tensor:
-    return sum_over(x.contiguous().clone(), group, KIND)
+    return sum_over(x.clone(memory_format=torch.contiguous_format), group, KIND)
 
 
 def _gathered(group: Group, tokens: int, x_td: Tensor) -> Tensor:
@@ -111,5 +104,4 @@ def whole_head(kv_T2n: Tensor, makers: Sequence[Maker], group: Group) -> Tensor:
         came = all_to_all(sent, theirs, ours, group, KIND)
         return came.view(len(makers), tokens, 2, leaving[group.index].shape[-1]).sum(0)
 
-    found: Tensor = with_backward(there, back, kv_T2n)
-    return found
+    return with_backward(there, back, kv_T2n)

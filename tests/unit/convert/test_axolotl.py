@@ -18,6 +18,18 @@ BASE: dict[str, Any] = {
     "learning_rate": 1e-4,
 }
 MEANING: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "in the file's order": ({"curriculum_sampling": True}, {"data.shuffle": False}),
+    "an order that the sampler draws": (
+        {"shuffle_merged_datasets": False},
+        {"data.shuffle": None},
+    ),
+    "several sets, shuffled together": (
+        {
+            "curriculum_sampling": True,
+            "datasets": [{"path": f"org/{name}", "type": "completion"} for name in "ab"],
+        },
+        {"data.shuffle": None},
+    ),
     "one step of warm-up is two": ({"warmup_steps": 1}, {"lr_schedule.warmup_steps": 2}),
     "a warm-up is rounded down": (
         {"warmup_ratio": 0.099, "max_steps": 50},
@@ -134,6 +146,20 @@ def test_blocks_that_are_null_change_nothing(tmp_path: Path) -> None:
     for key in ("deepspeed", "fsdp_config"):
         _, other = converted(tmp_path, {**BASE, key: asked[key]}, tool="axolotl")
         assert at(other, "deepspeed.zero_optimization.stage") == 3
+
+
+CHATS = [{"path": "org/talks", "type": "chat_template"}]
+TOLD: dict[str, tuple[dict[str, Any], str]] = {
+    "the end of an answer": ({"datasets": CHATS}, "there only if it is the EOS"),
+    "what stands around turns": ({"train_on_inputs": True}, "which does not train there"),
+}
+
+
+@pytest.mark.parametrize("name", TOLD)
+def test_what_trains_otherwise_there_is_told(name: str, tmp_path: Path) -> None:
+    keys, what = TOLD[name]
+    outcome, _ = converted(tmp_path, {**BASE, **keys}, tool="axolotl")
+    assert sum(what in str(remark) for remark in outcome.remarks) == 1, outcome.lines()
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {

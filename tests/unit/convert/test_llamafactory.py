@@ -71,6 +71,11 @@ MEANING: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"rope_scaling": "llama3"},
         {"model.rope_scaling.rope_type": "llama3", "model.rope_scaling.low_freq_factor": 1.0},
     ),
+    "the routers' loss": (
+        {"moe_aux_loss_coef": 0.01},
+        {"model.overrides": {"router_aux_loss_coef": 0.01, "output_router_logits": True}},
+    ),
+    "in the file's order": ({"train_sampling_strategy": "sequential"}, {"data.shuffle": False}),
     "bfloat16 throughout": ({"pure_bf16": True}, {"model.dtype": "bfloat16"}),
     "nothing is made again": (
         {"disable_gradient_checkpointing": True},
@@ -103,6 +108,19 @@ def test_a_key_means_here_what_it_means_there(name: str, tmp_path: Path) -> None
     for source in recipe["data"]["train"]:
         source["path"] = source["path"].removeprefix(f"{tmp_path}/")
     assert {key: at(recipe, key) for key in wanted} == wanted
+
+
+TOLD: dict[str, tuple[dict[str, Any], str]] = {
+    "a line break behind answers": ({"template": "qwen"}, "trains there and not here"),
+    "rows cut from texts": ({"stage": "pt"}, "which see one another"),
+}
+
+
+@pytest.mark.parametrize("name", TOLD)
+def test_what_trains_otherwise_there_is_told(name: str, tmp_path: Path) -> None:
+    keys, what = TOLD[name]
+    outcome, _ = one(tmp_path, keys)
+    assert sum(what in str(remark) for remark in outcome.remarks) == 1, outcome.lines()
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {

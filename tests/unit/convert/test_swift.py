@@ -83,6 +83,21 @@ def test_an_argument_means_here_what_it_means_there(name: str, tmp_path: Path) -
     assert {key: at(recipe, key) for key in wanted} == wanted
 
 
+TOLD: dict[str, tuple[dict[str, Any], str]] = {
+    "a line break behind answers": ({}, "trains there and not here"),
+    "halves behind float32": ({"torch_dtype": "float32"}, "in float16 there unless fp16 is false"),
+    "weights in bfloat16": ({"torch_dtype": "bfloat16"}, "updates are float32 here"),
+    "the routers' loss": ({"router_aux_loss_coef": 0.02}, "over each device's batches there"),
+}
+
+
+@pytest.mark.parametrize("name", TOLD)
+def test_what_trains_otherwise_there_is_told(name: str, tmp_path: Path) -> None:
+    keys, what = TOLD[name]
+    outcome, _ = converted(tmp_path, {**BASE, **keys}, tool="swift")
+    assert sum(what in str(remark) for remark in outcome.remarks) == 1, outcome.lines()
+
+
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "cut at the left": ({"truncation_strategy": "left"}, "write delete, right or split"),
     "weights inside an answer": ({"loss_scale": "hermes"}, "write default, last_round or all"),

@@ -35,6 +35,16 @@ MEANING: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"data.packing": "best_fit", "data.overlong": "split"},
     ),
     "answers alone": ({"assistant_only_loss": True}, {"data.train_on": "assistant"}),
+    "in the file's order": ({"train_sampling_strategy": "sequential"}, {"data.shuffle": False}),
+    "in an order drawn": ({"train_sampling_strategy": "group_by_length"}, {"data.shuffle": None}),
+    "a model with experts": (
+        {"model_name_or_path": "Qwen/Qwen3-30B-A3B", "max_length": 64},
+        {"model.overrides": {"output_router_logits": True}},
+    ),
+    "a model without": (
+        {"model_name_or_path": "Qwen/Qwen3-8B", "max_length": 64},
+        {"model.overrides": None},
+    ),
     "prompts too": ({"completion_only_loss": False}, {"data.train_on": "all"}),
     "the test split": (
         {"eval_strategy": "steps", "logging_steps": 7, "dataset_test_split": "held"},

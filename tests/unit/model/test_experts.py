@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -42,12 +43,15 @@ def both(module: Any, other: Any, form: Any) -> tuple[list[torch.Tensor], list[t
     scores, slope = torch.rand(TOKENS, 2, dtype=torch.float64), torch.randn_like(x)
     parts = ExpertParts({}, Call(None))
     results = []
-    for of, run in ((module, form), (other, lambda *given: computed(other, parts, *given))):
+    ours = partial(computed, other, parts)
+    for of, run in ((module, form), (other, ours), (other, partial(ours, every=True))):
         given = x.clone().requires_grad_(), scores.clone().requires_grad_()
         out = run(given[0], index, given[1])
         trained = [p for p in of.parameters() if p.requires_grad]
         results.append([out, *torch.autograd.grad(out, [*given, *trained], slope)])
-    return results[0], results[1]
+    theirs, found, counted = results
+    assert all(map(torch.equal, found, counted))
+    return theirs, found
 
 
 @pytest.mark.parametrize("kind", ["mixtral", "gpt_oss", "qwen2_moe", "granitemoe"])
@@ -70,6 +74,21 @@ def test_products_are_those_of_transformers(kind: str, adapted: bool) -> None:
     assert len(ours) == 3 + (4 if adapted else len(list(module.parameters())))
     for want, got in zip(theirs, ours, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+
+
+def test_experts_that_are_all_here_make_no_host_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pairs are counted, which a host waits for, only where others hold experts too."""
+    module, counted = layer_experts("mixtral").float(), []
+    plain = torch.Tensor.nonzero
+    monkeypatch.setattr(
+        torch.Tensor, "nonzero", lambda x, **how: counted.append(x) or plain(x, **how)
+    )
+    monkeypatch.setattr(torch.Tensor, "cpu", None)
+    index = torch.stack([torch.randperm(3)[:2] for _ in range(TOKENS)])
+    given = torch.randn(TOKENS, 16), index, torch.rand(TOKENS, 2)
+    for every in (True, False):
+        computed(module, ExpertParts({}, Call(None)), *given, every=every)
+        assert len(counted) == (not every)
 
 
 def test_no_delta_of_all_experts_is_formed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -70,19 +70,10 @@ class MovingEngine(Engine):
 
         holders: of that layout. every: the shards of each layout. staged: for each number of
         pipeline stages above 1, this rank's stages as a module and their runner. hosts: the index
-        of each rank's host; None: one host. Raises ValueError for meshes, for expert parallelism,
-        and for layouts of the same degree of which only some have use_seq_parallel.
+        of each rank's host; None: one host.
         """
-        if meshes := [shards.layout.name() for shards in every if shards.layout.is_mesh]:
-            raise ValueError(f"weights do not move to or from a mesh: {', '.join(meshes)}")
-        if divided := [s.layout.name() for s in every if s.layout.experts > 1]:
-            raise ValueError(f"weights do not move where experts are divided: {', '.join(divided)}")
         self.every = {shards.layout.stored_as: shards for shards in every}
         """The shards of each layout, by `Layout.stored_as`."""
-        for shards in every:
-            if self.every[shards.layout.stored_as].splits_tokens != shards.splits_tokens:
-                twice = f"tensor degree {shards.layout.tensor}"
-                raise ValueError(f"of the layouts with {twice} some have use_seq_parallel, not all")
         self.module, self.holders, self.device = module, holders, device
         self._staged = {
             stages: (net.to(device), run) for stages, (net, run) in (staged or {}).items()
@@ -203,28 +194,12 @@ class MovingEngine(Engine):
         return tuple(took[number] for number in range(batches)), took[None]
 
     def _turns(self, batches: Sequence[Batch]) -> list[tuple[Shards, list[int]]]:
-        """Return each layout with the indices of its micro-batches, the least sharded first;
-        collective.
-
-        Raises RuntimeError if ranks have different layouts, and ValueError for a layout that the
-        engine does not know.
-        """
-        for batch in batches:
-            if batch.world.layout.stored_as not in self.every:
-                known = ", ".join(shards.layout.name() for shards in self.every.values())
-                raise ValueError(f"weights move between {known}, not to {batch.world.name}")
-        place = {key: number for number, key in enumerate(sorted(self.every))}
+        """Return each layout with the indices of its micro-batches, the least sharded first."""
         keys = [batch.world.layout.stored_as for batch in batches]
-        turns = [
+        return [
             (self.every[key], [number for number, one in enumerate(keys) if one == key])
             for key in sorted(set(keys))
         ]
-        mine = float(sum(1 << place[shards.layout.stored_as] for shards, _ in turns))
-        numbers, squares = self.total(mine, mine * mine)
-        alike = numbers * numbers == squares * self.holders.everyone.size  # iff all are equal
-        if not alike:
-            raise RuntimeError("ranks run micro-batches in different layouts: an error in uspft")
-        return turns
 
     @contextmanager
     def _training(self, shards: Shards) -> Iterator[None]:
