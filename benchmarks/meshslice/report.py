@@ -24,6 +24,7 @@ from benchmarks.meshslice.simulate import (
     tuned,
     waited,
 )
+from benchmarks.meshslice.torus import Waited
 from uspft.planner.mesh import FLOWS
 
 CHIPS = (16, 32, 64, 128, 256)
@@ -54,6 +55,8 @@ DATAFLOWS = ("21.2 %", "5.1 %")
 """What choosing for each product the matrix that stays gains, as they report."""
 STRONG_BATCH, STRONG_CHIPS = 32, (16, 64, 256, 1024)
 """Rows of a step of strong scaling, as theirs, and chips, of which theirs are 256 at most."""
+LATENCY: tuple[Waited, ...] = ("launches", "synchronisation")
+"""What a message takes however short it is."""
 COUNTS = (1, 2, 4, 8, 16, 32)
 
 
@@ -80,13 +83,17 @@ def weak_scaling(model: Transformer, chips: int) -> dict[str, Any]:
     }
 
 
-def strong_scaling(model: Transformer, chips: int) -> dict[str, Any]:
-    """This simulates a step of as many rows on ever more chips, with links of either dimension."""
+def strong_scaling(
+    model: Transformer, chips: int, dimensions: Sequence[str] = ("fast", "slow")
+) -> dict[str, Any]:
+    """This simulates a step of as many rows on ever more chips, with links of each dimension."""
     found: dict[str, Any] = {"model": model.name, "chips": chips, "batch": STRONG_BATCH}
-    for links in ("fast", "slow"):
+    for links in dimensions:
         run = Run(model, chips, STRONG_BATCH, {"row": links, "column": links})
         best, collective, wang = chosen(run), baseline(run, "Collective"), baseline(run, "Wang")
-        assert collective and wang
+        at_once = replace(run, free=LATENCY)
+        beside = baseline(at_once, "Collective")
+        assert collective and wang and beside
         bound, transfers = busiest_seconds(run, run.torus(best.rows))
         found[links] = {
             "mesh": (best.rows, best.columns),
@@ -95,6 +102,8 @@ def strong_scaling(model: Transformer, chips: int) -> dict[str, Any]:
             "wang": wang.seconds / best.seconds,
             "transfers": transfers / run.ideal_seconds,
             "at_most": collective.seconds / bound,
+            "at_once": beside.seconds / chosen(at_once).seconds,
+            "slices": best.slices,
         }
     return found
 
@@ -203,8 +212,8 @@ def record() -> dict[str, Any]:
 def figures(result: Mapping[str, Any]) -> dict[str, str]:
     """Return what pages show of a result, by name, as Markdown."""
     weak = ["model, chips", "mesh", "slices", "of the peak", *BASELINES]
-    strong = ["model, chips", "links", "mesh", "of the peak", "Wang", "Collective"]
-    strong += ["at most", "transfers ÷ products"]
+    strong = ["model, chips", "links", "mesh", "slices", "of the peak", "Wang", "Collective"]
+    strong += ["without latency", "at most", "transfers ÷ products"]
     links = ["model", "mesh rows", "mesh columns", "mesh", "one number of slices", "Wang"]
     counts = ["of the peak", *(f"{count} slices" for count in COUNTS), "the tuner's"]
     return {
@@ -251,6 +260,7 @@ def _waited(every: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _strong(every: Sequence[Mapping[str, Any]]) -> Iterator[list[str]]:
+    ratios = ("wang", "collective", "at_once", "at_most", "transfers")
     for links in ("fast", "slow"):
         for one in every:
             found = one[links]
@@ -259,8 +269,9 @@ def _strong(every: Sequence[Mapping[str, Any]]) -> Iterator[list[str]]:
                 f"{one['model']}, {one['chips']}",
                 links,
                 f"{rows} × {columns}",
+                ", ".join(map(str, found["slices"])),
                 f"{found['of_peak']:.3f}",
-                *(f"{found[name]:.2f}" for name in ("wang", "collective", "at_most", "transfers")),
+                *(f"{found[name]:.2f}" for name in ratios),
             ]
 
 

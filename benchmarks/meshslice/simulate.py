@@ -7,7 +7,7 @@ products, copies and transfers share a chip's memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import fmean
@@ -60,6 +60,8 @@ class Run:
     kept: Stationary | None = None
     """The matrix that stays in all products; None: of each the largest."""
     memory: float = MEMORY_BYTES_PER_SECOND
+    free: Collection[Waited] = ()
+    """What of a message costs nothing."""
 
     @classmethod
     def weak(cls, model: Transformer, chips: int, row: str = "fast", column: str = "fast") -> Run:
@@ -71,7 +73,8 @@ class Run:
 
     def torus(self, rows: int) -> Torus:
         """Return the chips in so many rows."""
-        return Torus(rows, self.chips // rows, self.dimension, memory=self.memory)
+        columns = self.chips // rows
+        return Torus(rows, columns, self.dimension, memory=self.memory, free=self.free)
 
     @property
     def tori(self) -> Iterator[Torus]:
@@ -194,7 +197,7 @@ def waited(run: Run, name: str, found: Found) -> dict[str, float]:
     kinds = get_args(Waited)
 
     def seconds(count: int) -> float:
-        torus = replace(run.torus(found.rows), free=kinds[:count])
+        torus = replace(run, free=kinds[:count]).torus(found.rows)
         if found.slices:
             return sliced(run, torus, found.slices).seconds
         return _on(run, torus, BASELINES[name]).seconds

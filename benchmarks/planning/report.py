@@ -48,7 +48,8 @@ def ran_sentence(told: Sequence[Mapping[str, Any]]) -> str:
     ran = sum(one["ran"] for one in told)
     return (
         f"Of {len(told)} published layouts {ran} ran and {len(told) - ran} had no memory; "
-        f"the formula tells {right} of them."
+        f"a formula of that program's memory, which keeps less than uspft without recomputation, "
+        f"tells {right} of them."
     )
 
 

@@ -20,8 +20,8 @@ from uspft.segments import Segments
 from uspft.world import World
 
 ROW = 48
-DOCUMENTS = [[31, 17], [48], [3, 20, 25], [40, 5]]
-"""Of each row; the last one's end is padding."""
+DOCUMENTS = [[31, 17], [48], [3, 21, 24], [40, 5]]
+"""Of each row. One ends in padding; of one a chunk has the first two tokens of a document."""
 Found = tuple[float, dict[str, torch.Tensor]]
 """A loss, and gradients by name."""
 

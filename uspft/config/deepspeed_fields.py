@@ -180,6 +180,7 @@ _NOT_AVAILABLE = {
     "zenflow": "updates some weights by gradients of earlier steps: a step is not one process's",
     "stage3_module_granularity_threshold": "DeepSpeed may take the whole model for one module, "
     "whose embedding, layers and head are called one by one",
+    "leaf_module": "DeepSpeed may take a module's gradients before they have come: they are lost",
 }
 """ZeRO fields that DeepSpeed reads and uspft refuses, and why."""
 GPU_ONLY = (

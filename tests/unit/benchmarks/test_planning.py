@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -14,13 +15,18 @@ from benchmarks.planning.ran import CARD_BYTES, USABLE_SHARE, bytes_of, verdicts
 from benchmarks.planning.trials import Outcome, outcomes, shipped
 from tests.support.algorithms import named
 from tests.support.steps import changed, step_of
+from uspft.config.algorithms import CONTEXT
 from uspft.layout import AXES, Layout
 from uspft.planner.machine import Hardware
+from uspft.planner.memory.formula import longest_row
+from uspft.planner.options import Options
 from uspft.planner.step import step_time
 from uspft.planner.step_shape import PlacedStep, StepTime
 
 KIB = 1 << 10
 LLAMA_2, LLAMA_3 = model_of("llama2-7b"), model_of("llama3-8b")
+PLAIN = Options(CONTEXT["hybrid_cp"], checkpointing=False)
+"""The options of the paper's program."""
 A800, L20 = shipped("a800"), shipped("l20")
 
 
@@ -145,6 +151,15 @@ def test_tips_5_and_6_what_fits_on_16_and_on_128() -> None:
     assert 208 <= tensor < 240
     wide = longest(128, 1, 8, 16)
     assert wide > 6 * sequence, "a ring grows beyond the heads"
+    ours = [
+        longest_row(LLAMA_3, layout, CARD_BYTES, options=options)
+        for layout, options in (
+            (Layout(8, ring=2), replace(PLAIN, use_seq_parallel=True)),
+            (Layout(1, 8, 2), PLAIN),
+            (Layout(1, 8, 16), PLAIN),
+        )
+    ]
+    assert ours[1] < ours[0] < ours[2] and ours[2] > 6 * ours[1], "uspft's own memory says so too"
 
 
 def test_tip_7_tensor_lies_innermost_and_data_outermost() -> None:

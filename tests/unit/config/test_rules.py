@@ -316,6 +316,9 @@ DEEPSPEED = {
     "zero_optimization: {stage3_module_granularity_threshold: 9}": ".zero_optimization."
     "stage3_module_granularity_threshold: is set, and DeepSpeed may take the whole model for one "
     "module, whose embedding, layers and head are called one by one; leave it out",
+    "zero_optimization: {leaf_module: {classes: [Linear]}}": ".zero_optimization.leaf_module: "
+    "is set, and DeepSpeed may take a module's gradients before they have come: they are lost; "
+    "leave it out",
     "zero_optimization: {offload_optimizer: {devise: cpu}}": ".zero_optimization."
     "offload_optimizer.devise: unknown key `devise`; did you mean `device`?",
     "zero_optimization: {cpu_offload: true, offload_optimizer: {}}": ".zero_optimization."

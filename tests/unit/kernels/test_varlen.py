@@ -16,7 +16,8 @@ from uspft.kernels.plain import dense_attention
 from uspft.sequence.rows.spans import Holding, blocks_between
 
 PACKED = [Block(a, b, a, b, Mask.CAUSAL) for a, b in pairwise((0, 17, 18, 40, 70))]
-WINDOWED = blocks_between(Holding([(0, 70)]), Holding([(0, 70)]), [(0, 50), (50, 53), (53, 70)], 9)
+HELD = Holding([(0, 70)])
+WINDOWED = blocks_between(HELD, HELD, [(0, 50), (50, 53), (53, 70)], 9)
 SHARED = (
     Block(0, 20, 0, 30, Mask.FULL),
     Block(20, 30, 30, 35, Mask.FULL),
@@ -72,6 +73,7 @@ def test_lengths_are_sent_to_the_device_once_a_step(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("blocks", [PACKED, WINDOWED, SHARED, PREFIXES, TILED])
 def test_the_variable_length_path_equals_dense_attention(blocks: Sequence[Block]) -> None:
+    assert blocks
     inputs = tuple(torch.randn(n, h, 8, dtype=torch.float64) for n, h in TILED_SHAPES)
 
     def dense(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

@@ -23,7 +23,7 @@ def chosen(tape: LayerTape, x: Tensor, s: LayerSizes) -> tuple[Tensor, Tensor]:
     assert s.experts
     if any(s.kind.norms_beside):
         how = NormKind(weighs=False, powered=s.kind.powered_norms)
-        normed = tape.rms_norm(x, s.wide * x.size, s.between, how, trains=False)
+        normed = tape.rms_norm(x, s.between, how, trains=False)
         x = tape.multiplied(normed, tape.parameter("router.scale" in s.trained))
         x = tape.remade(x)
         del normed
@@ -103,7 +103,7 @@ class ExpertsMemory:
         if s.tile:
             share = min(1.0, s.tile / (self._rows if divides else self._tokens))
             trains = any((*self._trained, *self._adapted))
-            made = tape.tiled(every, run, share, s.wide, trains=trains)
+            made = tape.tiled(every, run, share, trains=trains)
         else:
             made = run(every)
         return self._returned(made, size) if of.ranks > 1 else made

@@ -515,7 +515,7 @@ class LayerInGroups(Layer):
         part = Layer(tape, s.of_tile(split=s.splits_tokens))
         trains = self._any_trains("mlp.", *s.kind.norms[2:])
         run = lambda parts: part.second_half(tape.copied(parts[0]))  # noqa: E731
-        return tape.tiled([hidden], run, min(1.0, s.tile / s.sharing.tokens), s.wide, trains=trains)
+        return tape.tiled([hidden], run, min(1.0, s.tile / s.sharing.tokens), trains=trains)
 
     def _attention(self, x: Tensor) -> Tensor:
         return self._leave(self._in_groups(enter(self.tape, self.sizes, x)))

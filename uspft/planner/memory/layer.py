@@ -230,7 +230,7 @@ class Layer:
 
     def _turned(self, x: Tensor, own: Storage | None = None) -> Tensor:
         """Return queries or keys with rotary embeddings. own: the layer's own copy of these."""
-        kind, by = self.sizes.kind, Angles(self.sizes.wide, self.sizes.kind.turned_share, own)
+        kind, by = self.sizes.kind, Angles(self.sizes.kind.turned_share, own)
         return kind.turned(self.tape, x, by) if kind.turned else x
 
     def _each_turned(self, x: Tensor) -> list[Tensor]:
@@ -317,7 +317,7 @@ class Layer:
         share = min(1.0, s.tile / s.sharing.tokens)
         trains = self._any_trains(f"{s.mlp}.")
         run = lambda parts: self._dense(parts[0])  # noqa: E731
-        return self.tape.tiled([x], run, share, s.wide, trains=trains)
+        return self.tape.tiled([x], run, share, trains=trains)
 
     def _dense(self, x: Tensor) -> Tensor:
         tape, name = self.tape, self.sizes.mlp
@@ -357,15 +357,13 @@ def norm(
     """Return the norm of x, in tiles if the options say so. number: how many norms that is. split:
     whether its features are split over ranks; None: hidden features. weighs: whether it has a
     weight."""
-    wide, tile = sizes.wide, sizes.tile
+    tile = sizes.tile
     tokens = sizes.between if split is None else sizes.sharing.tokens
     some = bool(sizes.mesh_rows) if split is None else split
     kind = sizes.kind
     how = NormKind(kind.wide_norms or some, some, weighs, kind.powered_norms)
     if tile and tile < tokens and not split:
         share = tile / tokens
-        module = lambda parts: tape.rms_norm(  # noqa: E731
-            parts[0], wide * parts[0].size, number * share, how, trains=trains
-        )
-        return tape.tiled([x], module, share, wide, trains=trains)
-    return tape.rms_norm(x, wide * x.size, number, how, trains=trains)
+        module = lambda parts: tape.rms_norm(parts[0], number * share, how, trains=trains)  # noqa: E731
+        return tape.tiled([x], module, share, trains=trains)
+    return tape.rms_norm(x, number, how, trains=trains)

@@ -39,8 +39,6 @@ ANGLES = Tensor(0.0)
 class Angles(NamedTuple):
     """The cosines and sines of rotary embeddings, and how a layer uses them."""
 
-    wide: float
-    """The size of float32 divided by that of the compute dtype."""
     share: float = 1.0
     """The share of a head's features that are rotated."""
     again: Storage | None = None
@@ -49,6 +47,12 @@ class Angles(NamedTuple):
 
 class LayerTape(Tape):
     """A tape with the operations of a layer."""
+
+    def __init__(self, element: int) -> None:
+        """element: the bytes of an element in the compute dtype."""
+        super().__init__()
+        self.wide = WIDE / element
+        """The size of float32 divided by that of the compute dtype."""
 
     def added(self, a: Tensor, b: Tensor) -> Tensor:
         """Return a + b."""
@@ -167,12 +171,9 @@ class LayerTape(Tape):
 
         return self.record((x, by), (size,), backward, saves=True, keeps=kept, moves=moves)[0]
 
-    def rms_norm(
-        self, x: Tensor, wide: float, number: float, how: NormKind, *, trains: bool
-    ) -> Tensor:
-        """Return transformers' RMS norm of x. wide: the bytes in float32. number: how many vectors
-        are normed."""
-        inner = self._as(x, wide)
+    def rms_norm(self, x: Tensor, number: float, how: NormKind, *, trains: bool) -> Tensor:
+        """Return transformers' RMS norm of x, in float32. number: how many vectors are normed."""
+        inner = self._as(x, self.wide * x.size)
         scale = self._mean_square(inner, WIDE * number, how)
         inner = self.multiplied(inner, scale)
         del scale
@@ -213,12 +214,12 @@ class LayerTape(Tape):
 
     def turned_wide(self, x: Tensor, by: Angles) -> Tensor:
         """Apply rotary embeddings in float32, and return x's dtype (OLMo 2)."""
-        return self._as(self.turned(x, by, by.wide), x.size)
+        return self._as(self.turned(x, by, self.wide), x.size)
 
     def turned_in_pairs(self, x: Tensor, by: Angles) -> Tensor:
         """Apply rotary embeddings in float32 to pairs of neighbouring features, with angles that
         each layer copies (ERNIE 4.5)."""
-        wide, angles = by.wide * x.size, Tensor(0.0, by.again)
+        wide, angles = self.wide * x.size, Tensor(0.0, by.again)
 
         def by_angles(part: Tensor) -> Tensor:
             return self.multiplied(part, angles, wide)
@@ -306,17 +307,16 @@ class LayerTape(Tape):
         inputs: Sequence[Tensor],
         module: Callable[[Sequence[Tensor]], Tensor],
         share: float,
-        wide: float,
         *,
         trains: bool,
     ) -> Tensor:
         """Return the output of a tiled module (model/tiles.py). share: a tile's share of the
         inputs.
 
-        module: the function of a tile. wide: the size of float32 divided by that of the weights'
-        dtype. trains: whether any weight trains.
+        module: the function of a tile. trains: whether any weight trains.
         """
         sizes, wanted = [one.size for one in inputs], [one.node for one in inputs]
+        wide = self.wide
         held = [one.storage for one in inputs]
         made, filled = [self.new(inputs[0].size)], sum(one.size for one in inputs if one.node)
 

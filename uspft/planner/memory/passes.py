@@ -83,7 +83,7 @@ def layer_bytes(
     """Return the bytes of a layer. reached: whether its input needs a gradient. beside: the bytes
     of what else transformers keeps until the last layer has run. embeddings: whether the embeddings
     of all layers need a gradient."""
-    tape = LayerTape()
+    tape = LayerTape(sizes.element)
     size = sizes.between_bytes()
     hidden = [tape.leaf(size)]  # a list, so that it can be freed as early as in a run
     if not reached:
@@ -148,7 +148,7 @@ class HeadSizes:
 def head_bytes(sizes: HeadSizes, *, reached: bool = True) -> LayerBytes:
     """Return the bytes of the last norm, the head and the loss (model/causal.py, model/loss.py):
     between forward and backward, and the peak. reached: whether their input needs a gradient."""
-    tape, s = LayerTape(), sizes.layer
+    tape, s = LayerTape(sizes.layer.element), sizes.layer
     size = s.between_bytes()
     before = tape.leaf(size)
     if not reached:
@@ -236,7 +236,7 @@ def embeddings_bytes(sizes: LayerSizes, table: float, *, reached: bool) -> Layer
     the embedding table's gradient. reached: whether the hidden states before the first layer need
     a gradient.
     """
-    tape, s = LayerTape(), sizes
+    tape, s = LayerTape(sizes.element), sizes
     size, every = s.between_bytes(), s.between_bytes(s.embeddings)
     known = (s.recompute or s.wide == 1) and not s.offloads  # in what the first layer keeps
     hidden = tape.new(0.0 if known else size)
@@ -246,7 +246,7 @@ def embeddings_bytes(sizes: LayerSizes, table: float, *, reached: bool) -> Layer
     of_hidden = tape.remade(Layer(tape, s).project(x, "per_layer_model_projection"))
     how = NormKind(wide=True, powered=s.kind.powered_norms)
     number, trains = s.between * s.embeddings / s.embedding, _PROJECTION_NORM in s.trained
-    normed = tape.rms_norm(of_hidden, s.wide * every, number, how, trains=trains)
+    normed = tape.rms_norm(of_hidden, number, how, trains=trains)
     del of_hidden
     made = tape.remade(tape.added(normed, of_words))
     del normed, of_words, hidden

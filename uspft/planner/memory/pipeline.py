@@ -76,10 +76,14 @@ def rank_bytes(
     every_moment = moments(stages.ranks, anywhere, few, rank, first)
     hidden = [one.hidden for one in chunks]
     if not every_moment:  # forward alone: no gradient of its output, but messages under way
-        runs = micro_batches * schedule.virtual * schedule.chunks
-        under_way = [min(n, SENT) + (rank > 0 and n + 1 < runs) for n in range(min(runs, SENT + 2))]
-        beside = (max(under_way) - 1) * max(hidden)
-        return RankBytes(0.0, max(one.peak for one in chain(*each)) + beside, 0.0, 0)
+        runs = [*numbers] * min(micro_batches * schedule.virtual, SENT + 2)
+
+        def forward(run: int) -> float:
+            under_way = runs[max(0, run - SENT) : run] + runs[run + 1 : run + 2] * (rank > 0)
+            most = max(stage[runs[run]].peak for stage in each) - hidden[runs[run]]
+            return most + sum(hidden[number] for number in under_way)
+
+        return RankBytes(0.0, max(map(forward, range(len(runs)))), 0.0, 0)
     message = sum(hidden) / len(hidden)
 
     def bytes_at(moment: Moment) -> tuple[float, float, float]:

@@ -51,7 +51,7 @@ class StateLayer(Layer):
         gate = gate or self.project(x, f"{STATE_LAYER}.g_proj")
         number, wide = float(of.tokens * of.sizes.values), of.bytes(of.values, WIDE)
         trains = self._any_trains(f"{STATE_LAYER}.norm", f"{STATE_LAYER}.o_norm")
-        normed = tape.rms_norm(out, wide, number, NormKind(), trains=trains)
+        normed = tape.rms_norm(out, number, NormKind(), trains=trains)
         act = tape.bent(gate if gate.size == wide else tape.remade(gate, wide))
         made = tape.multiplied(normed, act, wide)
         del normed, act

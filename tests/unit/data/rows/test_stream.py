@@ -90,6 +90,12 @@ def test_a_split_sample_restarts_in_each_piece(tmp_path: Path) -> None:
     want = [slow_row([d], [d], 3) for d in ([1, 2, 3], [4, 5, 6], [7])]
     assert [shown(stream.row(i)) for i in range(3)] == want
     assert [stream.row(i).samples for i in range(3)] == [(0,)] * 3
+    # Where a piece follows another document, that one must not learn to predict its first token.
+    records = [{"input_ids": [8, 9]}, {"input_ids": [1, 2, 3, 4, 5, 6, 7]}]
+    corpus = corpus_of(write_lines(path, records), overlong="split", sequence_length=5)
+    stream = RowStream(corpus, 5, "best_fit", False, 0)
+    behind, alone = ([[8, 9], [6, 7]], [[1, 2, 3, 4, 5]])
+    assert [shown(stream.row(i)) for i in range(2)] == [slow_row(d, d, 5) for d in (behind, alone)]
 
 
 def test_rows_in_file_order_epoch_after_epoch(tmp_path: Path) -> None:

@@ -450,6 +450,18 @@ def test_several_rows_take_at_most_what_is_said_of_each() -> None:
     assert steeper == {True, False}
 
 
+def test_groups_of_heads_save_what_the_rank_with_most_heads_has() -> None:
+    """Of 32 heads over three ranks 11, in other turns than the first rank's 10: on the host wait
+    their log-sum-exps and the output of all heads."""
+    options = Options(CONTEXT["ulysses_cp"], at_once=1, offload_activations=True)
+    shape, layout = hub("meta-llama/Llama-3.1-8B"), Layout(ulysses=3)
+    kept, again = (
+        memory_of(shape, layout, 3 * TOKENS, options=replace(options, recompute=one)).host_bytes
+        for one in ("nothing", "attention")
+    )
+    assert kept - again == 32 * TOKENS * (2 * 32 * 128 + 4 * 3 * 11)
+
+
 def test_a_checkpoint_that_waits_on_the_host_is_counted() -> None:
     """Weight and moments in float32 of each parameter, dealt out over ranks that hold the same."""
     shape = hub("meta-llama/Llama-3.1-8B")
