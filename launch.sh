@@ -108,6 +108,7 @@ is_current() {
 held=()
 ! env --block-signal=INT true 2>/dev/null || held=(env --block-signal=INT)
 
+pwd -P >/dev/null 2>&1 || refuse "the folder in which it runs is no more. Change to one that exists."
 self=$(readlink -f "${BASH_SOURCE[0]}")
 root=${self%/*}
 given=("$@")

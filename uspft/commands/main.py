@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import locale
 import os
 import signal
 import sys
@@ -12,7 +13,7 @@ from pathlib import Path
 from types import FrameType
 
 from uspft.called import LAUNCH, VARIABLE, begin_imports, keep_imports, to_type
-from uspft.config.problems import InputError, RunFailed
+from uspft.config.problems import InputError, RunFailed, UsageError
 from uspft.launcher.hosts import Hosts, hosts_from
 from uspft.launcher.meeting import Meeting
 from uspft.launcher.processes import ERROR_FILE, report_exception
@@ -35,6 +36,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     if words and words[0] == "rank":
         return _rank(words[1:])
+    if argv is None:
+        _in_utf8()
     before = {number: signal.getsignal(number) for number in STOPS}
     _on_stop(_leave)
     try:
@@ -47,6 +50,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         for number, handler in before.items():
             # The process is exiting: a signal has nothing left to stop.
             signal.signal(number, signal.SIG_IGN if argv is None else handler)
+
+
+def _in_utf8() -> None:
+    """Start anew in UTF-8 mode, which launch.sh asks for, where files, paths and lines would be in
+    the terminal's encoding: recipes are UTF-8, and ranks end at a letter that the terminal lacks.
+    """
+    told, encoding = os.environ.get("PYTHONUTF8"), locale.getencoding().lower()
+    if not sys.flags.utf8_mode and encoding != "utf-8" and told != "1":
+        os.environ["PYTHONUTF8"] = "1"
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
 def _on_stop(handler: Callable[[int, FrameType | None], object]) -> None:
@@ -80,6 +93,7 @@ def _main(words: list[str]) -> int:
         print(usage(words, to_type(os.environ)), file=sys.stdout if words else sys.stderr)
         return 0 if words else 2
     try:
+        _require_folder()
         file, words = without_hostfile(words)
         if file:
             return run_on_hosts(file, words, os.environ, program())
@@ -95,6 +109,15 @@ def _main(words: list[str]) -> int:
     except InputError as error:
         print(error, file=sys.stderr)
         return 2
+
+
+def _require_folder() -> None:
+    """Raise UsageError where the working directory has been deleted."""
+    try:
+        os.getcwd()
+    except OSError as error:
+        what = "the folder in which the command runs is no more"
+        raise UsageError(".", what, "change to one that exists") from error
 
 
 def program() -> list[str]:

@@ -33,6 +33,7 @@ from uspft.planner.step import NOT_PREDICTED
 from uspft.planner.step_shape import StepShape
 from uspft.planner.ways import Way, in_recipe
 from uspft.prepare.examine import Examined
+from uspft.prepare.files import KEY
 from uspft.prepare.host import Invocation
 from uspft.prepare.known import Weighed
 from uspft.prepare.left_open import open_keys
@@ -142,8 +143,12 @@ def plan(target: Path, overrides: Sequence[str], place: Invocation, asked: PlanA
     beside = sys.stderr if asked.as_json else sys.stdout  # stdout is then JSON only
     if taken and asked.file:
         with writing(str(asked.file), "name another file by -o FILE"):
-            asked.file.write_text(dump(in_recipe(found.loaded.recipe, taken.way)), "utf-8")
-        print(f"written: {taken.name} to {asked.file}", file=beside)
+            recipe = in_recipe(found.loaded.recipe, taken.way)
+            if KEY not in found.loaded.origins.places:  # else it would go on from the first's run
+                recipe = recipe.changed(output_dir=Path("outputs") / asked.file.stem)
+            asked.file.write_text(dump(recipe), "utf-8")
+        where = f"{asked.file}, with output_dir {recipe.output_dir}"
+        print(f"written: {taken.name} to {where}", file=beside)
     if drawn and asked.picture:
         with writing(str(asked.picture), "name another file by --timeline FILE"):
             asked.picture.write_text(as_picture(timeline_of(drawn)), "utf-8")

@@ -101,6 +101,7 @@ def read(path: Path, overrides: Sequence[str] = ()) -> Loaded:
     _require_ours(path, raw, origins)
     findings, meant = unknown_keys(raw)
     misnamed = meant - (origins.places.keys() - {key for key, *_ in findings})
+    misnamed |= {one.key.removesuffix(".<<") for one in problems if one.key.endswith(".<<")}
     recipe, wrong = _validated(_without(raw, {key for key, *_ in findings}), misnamed)
     # A value that YAML could not read has its problem already.
     misread = {(problem.where, problem.key) for problem in problems}

@@ -45,7 +45,8 @@ def convert_llamafactory(run: Conversion, ranks: int | None) -> int:
         trainer.precision(run, default="bfloat16")
     _model(run)
     if run.value("moe_aux_loss_coef"):
-        trainer.routers(run, "moe_aux_loss_coef", "model_name_or_path")
+        there = "counted whole in each batch there: as many times as a step has batches"
+        trainer.routers(run, "moe_aux_loss_coef", "model_name_or_path", there=there)
     else:
         run.idle("config.json says it, as there", "moe_aux_loss_coef")
     texts = _stage(run)

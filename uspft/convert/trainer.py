@@ -517,20 +517,32 @@ def packing(run: Conversion, packs: bool, *keys: str, more: str = "") -> None:
     run.put("data.packing", "best_fit" if packs else "none", *keys, say=say)
 
 
-def routers(run: Conversion, key: str, model: str, default: float | None = None) -> None:
+def routers(
+    run: Conversion,
+    key: str,
+    model: str,
+    default: float | None = None,
+    there: str = "over each device's batches there",
+) -> None:
     """Convert the coefficient of the routers' loss.
 
     model: the tool's key for the model. default: the coefficient where the key is left out; None:
-    that of the model's config, which then counts whatever the config asks for.
+    that of the model's config, which then counts whatever the config asks for. there: over what the
+    tool averages.
     """
     asks, factor = (f"model.overrides.{name}" for name in (ASKS, FACTOR))
     if run.settled("model.overrides", key):
         return
-    say = "averaged over rows here, over each device's batches there"
+    say = f"averaged over rows here, {there}"
     config = _config_of_experts(run, model)
-    if run.value(key):
+    if config is not None and not config:
+        run.idle("the model has no routers with such a loss", key)
+    elif run.value(key):
         run.put(factor, run.number(key, default=0.0), key, say=say)
         run.put(asks, True)
+    elif run.written(key) and config is None:
+        what = "left out: a model with experts has no routers' loss there"
+        run.changed(key, f"{what}: if this is one whose config.json asks for it, add {asks}=false")
     elif run.written(key):
         run.put(asks, False, key)
     elif default is None and config is None:

@@ -43,7 +43,7 @@ class Planned(Algorithm):
             found.append(
                 (
                     "parallel_config.exchange_stages",
-                    f"is {self.stages}, and there are {most} other ranks to exchange with",
+                    f"is {self.stages}, and a rank exchanges with {most} other{'s' * (most != 1)}",
                     "write auto" + (f", or a number up to {most}" if most else ""),
                 )
             )

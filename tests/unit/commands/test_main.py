@@ -4,6 +4,7 @@ The help of each verb."""
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -57,6 +58,26 @@ def test_plan_report_and_what_check_refuses_import_no_torch(tmp_path: Path) -> N
     assert imported == {"imports": [], "plan": [], "report": [], "refused": []}
     page = (output / "report.html").read_text()
     assert re.search(r"seconds of a step</td><td>[\d.]+</td>", page), "nothing was predicted"
+
+
+def test_what_is_started_in_another_encoding_goes_on_in_utf8() -> None:
+    own = {"PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "LC_ALL": "C"}
+    words = [sys.executable, "-m", "uspft", "recipes", "né"]
+    done = subprocess.run(words, capture_output=True, check=False, env={**os.environ, **own})
+    assert done.returncode == 2 and "né: is no shipped recipe" in done.stderr.decode()
+
+
+def test_a_folder_that_is_no_more_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (gone := tmp_path / "gone").mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert main(["check", "recipe.yaml"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith(
+        "the folder in which the command runs is no more; change to one that exists"
+    )
 
 
 @pytest.mark.parametrize("verb", VERBS)

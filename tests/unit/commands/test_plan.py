@@ -189,7 +189,7 @@ def test_a_layout_is_taken_as_a_recipe(
     file = tmp_path / "new.yaml"
     page = planned(LLAMA, "--take", "2", "-o", str(file), "--top", "3")
     second = list(table(page))[2]
-    assert f"written: {second} to {file}" in page
+    assert f"written: {second} to {file}, with output_dir outputs/new\n" in page
     again = planned(str(file), "--top", "3")
     assert f"{second} (the recipe's)" in table(again)
     assert f"by part ({second})" in again
@@ -206,7 +206,10 @@ def test_a_layout_is_taken_as_a_recipe(
     assert not (tmp_path / "b.yaml").exists()
     data = planned(LLAMA, "--take", "2", "-o", str(tmp_path / "c.yaml"), "--top", "1", "--json")
     assert len(json.loads(data)["layouts"]) == 2, "the first and the recipe's own"
-    assert (tmp_path / "c.yaml").read_text() == file.read_text()
+    own = file.read_text().replace("output_dir: outputs/new", "output_dir: outputs/c")
+    assert (tmp_path / "c.yaml").read_text() == own, "where a run would not go on from another's"
+    planned(LLAMA, "--take", "2", "-o", str(tmp_path / "d.yaml"), "output_dir=here")
+    assert "output_dir: here\n" in (tmp_path / "d.yaml").read_text()
 
 
 def test_a_pipeline_stands_among_the_layouts_and_its_timeline_is_drawn(

@@ -109,6 +109,10 @@ BROKEN = {
         GOOD + "<<: {seed: 1}\n",
         "r.yaml:4: <<: merge keys are not read; write the values out, or use `base:`",
     ),
+    "merge key with what is required": (
+        GOOD.replace("training: {", "training: {<<: {steps: 1}, ").replace("steps: 3, ", ""),
+        "r.yaml:3: training.<<: merge keys are not read; write the values out, or use `base:`",
+    ),
     "a list": ("- 1\n", "r.yaml:1: is not a mapping of keys; write `key: value`"),
     "a word": ("\nhello\n", "r.yaml:2: is not a mapping of keys; write `key: value`"),
     "empty": ("", "r.yaml:1: is empty; write a recipe"),

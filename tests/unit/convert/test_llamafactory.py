@@ -112,6 +112,10 @@ def test_a_key_means_here_what_it_means_there(name: str, tmp_path: Path) -> None
 
 TOLD: dict[str, tuple[dict[str, Any], str]] = {
     "a line break behind answers": ({"template": "qwen"}, "trains there and not here"),
+    "the routers' loss of each batch": (
+        {"moe_aux_loss_coef": 0.01},
+        "as many times as a step has batches",
+    ),
     "rows cut from texts": ({"stage": "pt"}, "which see one another"),
 }
 

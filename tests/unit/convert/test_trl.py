@@ -45,6 +45,15 @@ MEANING: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"model_name_or_path": "Qwen/Qwen3-8B", "max_length": 64},
         {"model.overrides": None},
     ),
+    "no routers that a coefficient could weigh": (
+        {"model_name_or_path": "Qwen/Qwen3-8B", "max_length": 64, "router_aux_loss_coef": 0.0},
+        {"model.overrides": None},
+    ),
+    "routers that may be none": ({"router_aux_loss_coef": 0}, {"model.overrides": None}),
+    "no routers' loss": (
+        {"model_name_or_path": "Qwen/Qwen3-30B-A3B", "max_length": 64, "router_aux_loss_coef": 0},
+        {"model.overrides": {"output_router_logits": False}},
+    ),
     "prompts too": ({"completion_only_loss": False}, {"data.train_on": "all"}),
     "the test split": (
         {"eval_strategy": "steps", "logging_steps": 7, "dataset_test_split": "held"},

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -53,6 +54,18 @@ def test_a_verb_is_passed_on(sandbox: Sandbox, verb: str) -> None:
     assert told["argv"] == [verb, "a b.yaml", "x.y=[1, 2]"] and told["python"] == sys.executable
     assert ("PYTHONDONTWRITEBYTECODE" in told) == (verb in ("check", "plan"))
     assert told["PYTHONUTF8"] == "1", "a path in Latin-1 would end the ranks of a run"
+
+
+def test_a_folder_that_is_no_more_is_told(sandbox: Sandbox, tmp_path: Path) -> None:
+    (gone := tmp_path / "gone").mkdir()
+    words = ["bash", "-c", 'cd "$0" && rmdir "$0" && "$1" check r.yaml', gone]
+    env = sandbox.environment(USPFT_PYTHON=sys.executable)
+    done = subprocess.run(
+        [*words, sandbox.root / "launch.sh"], env=env, capture_output=True, text=True, check=False
+    )
+    assert (
+        done.returncode == 2 and "launch.sh: the folder in which it runs is no more" in done.stderr
+    )
 
 
 def test_a_recipe_without_a_verb_is_trained(sandbox: Sandbox) -> None:

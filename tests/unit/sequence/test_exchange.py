@@ -101,9 +101,10 @@ def test_by_itself_it_takes_at_least_four_where_messages_are_long(ring: int, lea
         (
             (1, 4),
             4,
-            "is 4, and there are 3 other ranks to exchange with; write auto, or a number up to 3",
+            "is 4, and a rank exchanges with 3 others; write auto, or a number up to 3",
         ),
-        ((4, 1), 1, "is 1, and there are 0 other ranks to exchange with; write auto"),
+        ((4, 1), 1, "is 1, and a rank exchanges with 0 others; write auto"),
+        ((1, 2), 2, "is 2, and a rank exchanges with 1 other; write auto, or a number up to 1"),
     ],
 )
 def test_stages_that_no_exchange_has_are_refused(

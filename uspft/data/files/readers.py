@@ -12,6 +12,7 @@ import json
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import IO, Any
 
 from uspft.config.problems import counted
@@ -191,11 +192,13 @@ def fields_of(entry: Entry, file: SourceFile | None) -> dict[str, Any]:
     if isinstance(raw, dict):
         return raw
     assert file  # a split's entries are objects
+    twice: list[str] = []
     if raw.startswith(BOM):
         raise SampleFault(f"{A_MARK} begins the line, as where files were joined; take it out")
     try:
         # without its line's end, behind which json would see a cut object break, in column 1
-        fields = json.loads(raw.rstrip(b" \t\r\n").decode("utf-8"))
+        text = raw.rstrip(b" \t\r\n").decode("utf-8")
+        fields = json.loads(text, object_pairs_hook=partial(_made, twice))
     except UnicodeDecodeError as error:
         raise SampleFault(not_utf8(file, raw, error.start)) from error
     except json.JSONDecodeError as error:
@@ -206,11 +209,22 @@ def fields_of(entry: Entry, file: SourceFile | None) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:  # a number too long, or nesting too deep
         what = f"broken JSON ({type(error).__name__})"
         raise SampleFault(f"{what}; write one object a line") from error
-    return _object(fields, "one object a line")
+    return _object(fields, "one object a line", twice)
 
 
-def _object(value: Any, form: str) -> dict[str, Any]:
-    """Return a JSON value as a record; a bare list of turns is one too. Raises SampleFault."""
+def _made(twice: list[str], pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object of these pairs. A key that stands in it twice is added to `twice`."""
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        twice.extend(k for k, count in Counter(key for key, _ in pairs).items() if count > 1)
+    return fields
+
+
+def _object(value: Any, form: str, twice: list[str]) -> dict[str, Any]:
+    """Return a JSON value as a record; a bare list of turns is one too. twice: keys that stand
+    twice in an object of it. Raises SampleFault."""
+    if twice:
+        raise SampleFault(f"an object has the key {twice[0]} twice; leave one of them")
     if isinstance(value, dict):
         return value
     remedy = f"write {form}"
@@ -229,7 +243,8 @@ class _Array:
         """handle, at: as returned by `opened`."""
         self._file, self._read, self._bytes = file, handle.read, at
         self._decode = codecs.getincrementaldecoder("utf-8-sig")()
-        self._scan = json.JSONDecoder().raw_decode
+        self._twice: list[str] = []  # keys that stand twice in an object of the element
+        self._scan = json.JSONDecoder(object_pairs_hook=partial(_made, self._twice)).raw_decode
         self._text, self._at, self._ended = "", 0, False  # in memory; next character; end of file
         self._undecoded: UnicodeDecodeError | None = None
         self._line, self._counted = 1, 0
@@ -246,7 +261,8 @@ class _Array:
                 told = max(before, int(self._bytes() * part))
                 size, before = told - before, told
                 try:
-                    yield Entry(line, _object(value, "an array of objects"), size, self._number)
+                    fields = _object(value, "an array of objects", self._twice)
+                    yield Entry(line, fields, size, self._number)
                 except SampleFault as fault:
                     yield self._bad(line, str(fault))
         except SampleFault as fault:
@@ -308,6 +324,7 @@ class _Array:
     def _element(self) -> Any:
         while True:
             why, final, cut, end = "", self._ended, False, len(self._text)
+            self._twice.clear()
             try:
                 value, end = self._scan(self._text, self._at)
             except json.JSONDecodeError as error:

@@ -274,6 +274,8 @@ def _listing_problems(path: str, declared: str) -> Iterator[tuple[str, str]]:
             yield f"{path} matches no file", "correct the pattern"
         elif os.path.isdir(place):
             yield f"the folder {path} holds no file", "name a folder with data, or a file"
+        elif "://" in path:
+            yield f"{path} is an address", "load it to a file and name that, or name a hub id"
         else:
             yield f"{path} does not exist", "name a file, a folder, a glob or a hub id (org/name)"
     yield from grouped(_unread(files, declared, alone=os.path.isfile(place)))

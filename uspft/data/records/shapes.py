@@ -510,6 +510,9 @@ def mapping(fields: Collection[str], asked: Naming) -> str:
     near = [(shape, _near(shape, known)) for shape in asked_for]
     near = [(shape, found) for shape, found in near if found]
     if not near:
+        first = next(iter(known.values()), None)
+        if len(known) == 1 and isinstance(first, list) and all(isinstance(v, dict) for v in first):
+            return "if its list is the records, write the list alone, or one object a line"
         return f"name them in data.fields, {SHOW}"
 
     def rank(one: tuple[RecordShape, dict[str, str]]) -> tuple[int, int]:

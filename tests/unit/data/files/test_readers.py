@@ -176,6 +176,16 @@ WRONG: dict[str, tuple[str, bytes, tuple[str, ...]]] = {
         b'\n{\n "data": [\n  {}\n ]\n}\n',
         (":2: one object over many lines",),
     ),
+    "a key twice": (
+        "a.jsonl",
+        b'{"a": {"b": 1, "c": 2, "b": 1}}\n{"a": 1, "b": {"a": 1}}\n',
+        (":1: an object has the key b twice",),
+    ),
+    "a key twice in an array": (
+        "a.json",
+        b'[{"a": 1, "a": 2}, {"a": 1},\n{"a": 1, "a": 2}]',
+        (":1 (record 1): an object has the key a", ":2 (record 3): an object has the key a"),
+    ),
     "a comma behind a line": (
         "a.jsonl",
         b'{"a": 1},\n{"a": 2}\n',

@@ -109,6 +109,7 @@ def test_problems_name_key_what_and_remedy(folder: Path) -> None:
     (folder / "train.mindrecord").write_text("x")
     cases = [
         (source(folder / "nope.jsonl"), "does not exist", "a file, a folder, a glob or a hub id"),
+        (source("https://a.org/b.jsonl"), "is an address", "load it to a file"),
         (source(folder / "*.csv"), "matches no file", "pattern"),
         (source(folder / "empty"), "holds no file", "name a folder"),
         (source(folder / "train.mindrecord"), ".mindrecord file", "JSON Lines"),

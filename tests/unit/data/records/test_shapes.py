@@ -206,6 +206,11 @@ NEAR: list[tuple[Any, dict[str, Any], str]] = [
         '{answer: " answer"}',
     ),
     ({"a": 1}, {}, "no shape has the fields a; name them in data.fields"),
+    (
+        {"data": [{"text": "a"}, {"text": "b"}]},
+        {},
+        "no shape has the fields data; if its list is the records, write the list alone, or one",
+    ),
     ({"text": "a", "input_ids": [1]}, {}, "text and tokenized all fit the fields text, input_ids"),
     (
         {"instruction": "a", "output": "b", "prompt": "c", "completion": "d"},
