@@ -511,7 +511,7 @@ def mapping(fields: Collection[str], asked: Naming) -> str:
     near = [(shape, found) for shape, found in near if found]
     if not near:
         first = next(iter(known.values()), None)
-        if len(known) == 1 and isinstance(first, list) and all(isinstance(v, dict) for v in first):
+        if len(known) == 1 and isinstance(first, list) and first and isinstance(first[0], dict):
             return "if its list is the records, write the list alone, or one object a line"
         return f"name them in data.fields, {SHOW}"
 
