@@ -76,7 +76,7 @@ def rank_bytes(
     every_moment = moments(stages.ranks, anywhere, few, rank, first)
     hidden = [one.hidden for one in chunks]
     if not every_moment:  # forward alone: no gradient of its output, but messages under way
-        runs = [*numbers] * min(micro_batches * schedule.virtual, SENT + 2)
+        runs: list[int] = [*numbers] * min(micro_batches * schedule.virtual, SENT + 2)
 
         def forward(run: int) -> float:
             under_way = runs[max(0, run - SENT) : run] + runs[run + 1 : run + 2] * (rank > 0)
