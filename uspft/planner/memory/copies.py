@@ -22,7 +22,6 @@ class OneCopy(Layer):
         """Begin a run of the layer."""
         self._sums: dict[str, Storage] = {}
         """The sums of weights' gradients over their delayed products."""
-        self._of_tiles: list[Storage] = []
         self._delayed: deque[tuple[str, float, tuple[Storage | None, ...]]] = deque()
         """The name and bytes of a weight, and what its product keeps alive."""
         given = [self.tape.parameter(self.sizes.trains and self.sizes.puts_off)]
@@ -41,22 +40,6 @@ class OneCopy(Layer):
             self.catch_up()
         self._sums.clear()
         return [None]
-
-    def mlp_of(self, x: Tensor, copy: int) -> Tensor:
-        """Return the MLP's output for a copy. Tiles run again when the layer is done, so that of
-        their products none is delayed; weights' gradients wait until all copies' are summed."""
-        s, tape = self.sizes, self.tape
-        if not s.tile:
-            return self.in_tiles(x)
-        size = sum(s.weights(name) for name in s.table if name.startswith("mlp."))
-
-        def backward(grads: GradientStorages) -> GradientStorages:
-            self._of_tiles[:] = [tape.new(size)] if copy else []
-            return grads
-
-        assert x.storage
-        (given,) = tape.record((x,), (x.size,), backward, made=[x.storage])
-        return Layer(tape, s).in_tiles(given)
 
     def _product(self, x: Tensor, name: str, takes: int, gives: int) -> Tensor:
         if not (self.sizes.puts_off and self._trains(name)):
@@ -164,7 +147,7 @@ class LayerOfCopies(Layer):
             into_mlp.begin(copy, one.norm(residual[copy], norms.before_mlp))
         held: list[Tensor] = []
         for copy in numbers:
-            made = one.mlp_of(into_mlp.arrived(copy), copy)
+            made = one.in_tiles(into_mlp.arrived(copy))
             out_of_mlp.begin(copy, made, sends=not self._again)
             held += [made] if self._again else []
             del made
