@@ -55,10 +55,14 @@ FAULTS: dict[str, tuple[Callable[[Any, Batch], None], str]] = {
 }
 
 
-def in_stages(folder: Path, data: Documents) -> str | None:
-    """What is said where the ranks of two stages read different rows."""
-    staged = small_recipe(folder / "model", data.path, 64, parallel_config={"pipeline_stage": 2})
-    run = prepared(staged, folder / "staged")
+ALL_TOKENS = {"pipeline_stage": " (stage {})", "model_parallel": ""}
+
+
+def of_all_tokens(folder: Path, data: Documents, divides: str) -> str | None:
+    """What is said where two ranks that see all tokens read different rows. divides: the key of
+    what they divide."""
+    alike = small_recipe(folder / "model", data.path, 64, parallel_config={divides: 2})
+    run = prepared(alike, folder / divides)
     (batch,) = run.loader.batches(1)
     guards = Guards(run, lambda line: None)
     guards.rows(1, [batch])
@@ -73,7 +77,7 @@ def in_stages(folder: Path, data: Documents) -> str | None:
 
 
 def work(rank: int, folder: Path, data: Documents) -> dict[str, Any]:
-    said = in_stages(folder, data)
+    found: dict[str, Any] = {key: of_all_tokens(folder, data, key) for key in ALL_TOKENS}
     recipe = small_recipe(
         folder / "states",
         data.path,
@@ -86,7 +90,6 @@ def work(rank: int, folder: Path, data: Documents) -> dict[str, Any]:
     run = prepared(recipe, folder / "out")
     lines: list[str] = []
     guards = Guards(run, lines.append)
-    found: dict[str, Any] = {"in stages": said}
     for name, (break_it, _) in FAULTS.items():
         (batch,) = run.loader.batches(1)
         guards.rows(1, [batch])
@@ -112,7 +115,8 @@ def test_every_fault_is_seen_on_every_rank(tmp_path: Path) -> None:
     make_model(tmp_path / "states", "qwen3_5_text", kv_heads=2)
     data = make_documents(tmp_path / "d.jsonl", [64, 60, 31], masked=[0.0, 0.4])
     for rank, found in enumerate(spawn(2, work, tmp_path, data)):
-        assert f"read different rows (rank {rank} (stage {rank}): " in found["in stages"]
+        for key, where in ALL_TOKENS.items():
+            assert f"read different rows (rank {rank}{where.format(rank)}: " in found[key]
         for name, (_, said) in FAULTS.items():
             assert found[name] and said in found[name], (name, found[name])
         assert len(found["sizes"]) == 1 and "on each of 2 ranks" in found["sizes"][0]

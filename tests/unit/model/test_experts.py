@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from tests.support.models import ARCHITECTURES
 from uspft.model import experts
 from uspft.model.adapter import adapt_parameter, adapters, form_weights
 from uspft.model.divided import Call
-from uspft.model.experts import ExpertParts, computed
+from uspft.model.experts import WHOLE, ExpertParts, HeldExperts, computed
 
 TOKENS = 9
 
@@ -86,9 +87,11 @@ def test_experts_that_are_all_here_make_no_host_wait(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(torch.Tensor, "cpu", None)
     index = torch.stack([torch.randperm(3)[:2] for _ in range(TOKENS)])
     given = torch.randn(TOKENS, 16), index, torch.rand(TOKENS, 2)
-    for every in (True, False):
-        computed(module, ExpertParts({}, Call(None)), *given, every=every)
-        assert len(counted) == (not every)
+    alone: Any = SimpleNamespace(size=1)
+    ways = HeldExperts(module, alone, WHOLE), partial(computed, module, WHOLE)
+    for waits, run in enumerate(ways):
+        run(*given)
+        assert len(counted) == waits
 
 
 def test_no_delta_of_all_experts_is_formed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -332,12 +332,18 @@ def _moved(one: PassBytes, shape: ModelShape) -> dict[Blocks | None, float]:
 class ChunkKeys(NamedTuple):
     """The bytes of a chunk's keys and values in a layer, which later chunks use."""
 
+    size: float
     kept: float
     """The bytes saved in addition to what the layer saves anyway."""
     first: float
     """The bytes of the gradients from the next chunk alone."""
     summed: float
     """The bytes of the float32 sum of gradients from all later chunks."""
+
+    @property
+    def without_backward(self) -> ChunkKeys:
+        """Those of a layer without a backward, which saves nothing else."""
+        return ChunkKeys(self.size, self.size, 0.0, 0.0)
 
 
 @dataclass(frozen=True)
@@ -433,7 +439,8 @@ def pass_bytes(
     # Without checkpointing a norm saves its input if that is float32 anyway.
     keeps = tuple((one.recompute or options.element == WIDE) and not offloads for one in kinds)
     trains = [bool(one.trained or one.adapted) for one in kinds]
-    first = 0 if EMBEDDING in outside or not any(trains) else trains.index(True)
+    # If only the last norm or the head trains, the last stage is the first that does.
+    first = 0 if EMBEDDING in outside else [*trains[:-1], True].index(True)
     alone = kinds[: first + 1] if first else []
     asked = bool(shape.full.get("output_router_logits", False))
     routers = tuple(logit_bytes(one, tokens) * asked if one.experts else 0.0 for one in kinds)
@@ -458,11 +465,12 @@ def _chunk_keys(layer: LayerSizes) -> ChunkKeys:
     the next chunk; the state's gradient is not counted."""
     if layer.state:
         of = layer.state.sizes
-        return ChunkKeys(float(of.values * of.key_dim * of.value_dim * WIDE), 0.0, 0.0)
+        size = float(of.values * of.key_dim * of.value_dim * WIDE)
+        return ChunkKeys(size, size, 0.0, 0.0)
     how, seen = layer.sharing, 1.0
     if how.row.window:
         seen = min(1.0, how.row.window.keys / (how.tokens * how.row.ulysses))
     pair = seen * how.bytes(2 * how.row.ulysses * how.widest[1])
     # They are attention's saved ones, unless it saves none, or an exchange has copied them.
     kept, wide = pair if layer.recompute or how.row.ulysses > 1 else 0.0, pair * WIDE / how.element
-    return ChunkKeys(kept, pair if how.row.ring == 1 else wide, wide)
+    return ChunkKeys(pair, kept, pair if how.row.ring == 1 else wide, wide)

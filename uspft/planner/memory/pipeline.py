@@ -4,14 +4,14 @@ backward needs in addition, and messages (engine/pipelined.py)."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from itertools import accumulate, chain
 from typing import NamedTuple
 
 from uspft.pipeline.schedules import Schedule, actions_of
 from uspft.pipeline.stages import Stages
-from uspft.planner.memory.passes import ChunkKeys, PassBytes
+from uspft.planner.memory.passes import ChunkKeys, LayerBytes, PassBytes
 
 SENT = 2
 """Sent tensors that stay alive per connection until later ones are sent."""
@@ -76,7 +76,7 @@ def rank_bytes(
     every_moment = moments(stages.ranks, anywhere, few, rank, first)
     hidden = [one.hidden for one in chunks]
     if not every_moment:  # forward alone: no gradient of its output, but messages under way
-        runs = [*numbers] * min(micro_batches * schedule.virtual, SENT + 2)
+        runs: list[int] = [*numbers] * min(micro_batches * schedule.virtual, SENT + 2)
 
         def forward(run: int) -> float:
             under_way = runs[max(0, run - SENT) : run] + runs[run + 1 : run + 2] * (rank > 0)
@@ -108,7 +108,8 @@ def _stage_bytes(
     trains = stage >= stages.of_layer(one.first)
     alone = one.bare if stage or not trains else ()
     layers = [(*alone, *one.layers[len(alone) :])[layer] for layer in mine]
-    entered = one.hidden * (not one.keeps_input[mine.start]) if stage else one.embedded.kept
+    keeps = one.keeps_input[mine.start] and layers[0].kept  # one without a backward keeps nothing
+    entered = one.hidden * (not keeps) if stage else one.embedded.kept
     waiting = (layer.held if one.offloads else layer.kept for layer in layers)
     below = [*accumulate(waiting, initial=entered)]
     if not trains:  # nothing is saved, but the stage's input stays alive until its end
@@ -116,12 +117,21 @@ def _stage_bytes(
     made = 0.0 if last else one.hidden
     every = [made + before + layer.most for before, layer in zip(below, layers, strict=False)]
     every += [below[-1] + one.head.most] if last else []
-    keys = [[of.keys[layer] for layer in mine if of.keys] for of in chunks]
+    keys = [_keys_of(of, zip(mine, layers, strict=True)) for of in chunks]
     peak = max(a + b for a, b in zip(every, _sums(keys, number, len(layers)), strict=False))
+    if not trains:  # of the row's earlier chunks; in a stage that trains these are under way
+        peak += sum(own.kept for each in keys[:number] for own in each)
     kept = below[-1] + one.angles + (one.head.kept if last else made)
     kept += sum(each.kept for each in keys[number]) * (number + 1 < len(chunks))
     on_host = sum(layer.kept - layer.held for layer in layers) if one.offloads else 0.0
     return StageBytes(kept * trains, on_host, peak + one.angles)
+
+
+def _keys_of(one: PassBytes, layers: Iterable[tuple[int, LayerBytes]]) -> list[ChunkKeys]:
+    """Return the bytes of a chunk's keys in each of these layers. One that saves nothing has no
+    backward."""
+    every = ((one.keys[number], layer) for number, layer in layers if one.keys)
+    return [keys if layer.kept else keys.without_backward for keys, layer in every]
 
 
 def _sums(keys: Sequence[Sequence[ChunkKeys]], chunk: int, layers: int) -> list[float]:

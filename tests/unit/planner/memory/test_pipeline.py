@@ -57,6 +57,7 @@ SAVING = {
     "first layers": {"gradient_checkpointing": (2, 1, 0), "loss_tile_tokens": 1024},
 }
 TRAINED = {**TRAINED, "behind two layers": {"freeze": [r"layers\.[01]\.", "embed"]}}
+TRAINED |= {"head": {"freeze": ["model"]}}
 FEW = {
     "1f1b": Case("llama", "nothing", "all", "bfloat16", Layout(pipeline=4), PLAIN, 4),
     "gpipe": Case("llama", "nothing", "all", "bfloat16", Layout(pipeline=2), GPIPE, 3),
@@ -123,6 +124,14 @@ FEW = {
     "chunks of layers with a state": Case(
         *("states", "nothing", "all", "bfloat16", Layout(pipeline=2)),
         *(Schedule("seqpipe", 1, (1, 1), 4), 3),
+    ),
+    "chunks before the first layer that trains": Case(
+        *("many heads", "attention", "behind two layers", "bfloat16", Layout(pipeline=2)),
+        *(Schedule("seqpipe", 1, (2, 2), 4), 3),
+    ),
+    "only the head": Case(
+        *("llama", "nothing", "head", "bfloat16", Layout(pipeline=3)),
+        *(Schedule(sizes=(2, 1, 2)), 3),
     ),
     "a stage without experts": Case(
         *("glm", "nothing", "all", "bfloat16", Layout(pipeline=2)),
