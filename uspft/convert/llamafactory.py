@@ -10,6 +10,7 @@ from uspft.config.problems import InputError
 from uspft.convert import trainer
 from uspft.convert.accelerate import sharding
 from uspft.convert.conversion import NOTHING, Conversion, short
+from uspft.convert.routers import routers
 from uspft.convert.theirs import read_tree
 
 MODES = {"zigzag-ring": "p2p", "llama3": "all_gather", "ulysses": "a2a"}
@@ -46,7 +47,7 @@ def convert_llamafactory(run: Conversion, ranks: int | None) -> int:
     _model(run)
     if run.value("moe_aux_loss_coef"):
         there = "counted whole in each batch there: as many times as a step has batches"
-        trainer.routers(run, "moe_aux_loss_coef", "model_name_or_path", there=there)
+        routers(run, "moe_aux_loss_coef", "model_name_or_path", there=there)
     else:
         run.idle("config.json says it, as there", "moe_aux_loss_coef")
     texts = _stage(run)

@@ -11,6 +11,7 @@ from uspft.config.algorithms import AUTO
 from uspft.convert import trainer
 from uspft.convert.accelerate import sharding
 from uspft.convert.conversion import Conversion, is_whole, short
+from uspft.convert.routers import routers
 
 DEFAULTS = {
     "per_device_train_batch_size": 1,
@@ -39,7 +40,7 @@ def convert_swift(run: Conversion, ranks: int | None) -> int:
     trainer.updates(run)
     _type(run)
     _model(run)
-    trainer.routers(run, "router_aux_loss_coef", "model", 0.0)
+    routers(run, "router_aux_loss_coef", "model", 0.0)
     _adapter(run, tuner, full=full)
     _rows(run)
     _data(run)

@@ -9,6 +9,7 @@ from uspft.convert import trainer
 from uspft.convert.accelerate import devices_sharding, layout, split, world
 from uspft.convert.accelerate import precision as devices_precision
 from uspft.convert.conversion import Conversion
+from uspft.convert.routers import routers
 
 LORA = (
     *("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_target_parameters"),
@@ -33,7 +34,7 @@ def convert_trl(run: Conversion, ranks: int | None) -> int:
     devices_precision(run)
     _model(run)
     if sft:
-        trainer.routers(run, "router_aux_loss_coef", "model_name_or_path")
+        routers(run, "router_aux_loss_coef", "model_name_or_path")
     _adapter(run)
     _rows(run, sft=sft)
     _data(run)
