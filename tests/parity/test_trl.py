@@ -19,7 +19,7 @@ from uspft.convert import Outcome
 from uspft.data.corpus.corpus import Corpus
 from uspft.data.corpus.prepare import prepare
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 TOKENIZER = ROOT / "data/tokenizer"
 VOCABULARY = 8192
 ASKED, ANSWER = "What does json.loads do", "It reads a document.\nOf bytes too."
