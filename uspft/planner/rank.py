@@ -74,9 +74,11 @@ class Ranked:
         model, length, options = given.model, given.row.length, given.options
         if not (options.open_heads and card and has_groups(model, self.layout)):
             return given
+        if options.recompute == "exchange":
+            return given
         every = [given.under(at_once=n) for n in range(model.heads // model.kv_heads, 0, -1)]
-        if options.recompute == "exchange" or self.hopeless:
-            return given if options.recompute == "exchange" else every[-1]
+        if self.hopeless:
+            return every[-1]
         fitting = (o for o in (given, *every) if fits(self._memory(length, o.options), card))
         return next(fitting, every[-1])
 
